@@ -1,0 +1,1 @@
+"""Debiased K-FAC Laplace approximations from mini-batches, for laplace-torch."""
