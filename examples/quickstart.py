@@ -64,12 +64,14 @@ posteriors = {
 
 # %% [markdown]
 # ## How wrong was one mini-batch about its own curvature?
+# The convolutions see hundreds of patches, so 32 images know their curvature well; the linear
+# layers see one position per image, and there the bias is plain.
 
 # %%
 bias = posteriors["debiased, 2 x 32"].curvature_bias(fraction=0.01)
 print(bias, end="\n\n")
-weights = [layer for layer in bias.layers if layer.name.endswith("weight")]
-assert all(layer.top_ratio > 1 for layer in weights), "the top curvature is over-estimated"
+head = next(layer for layer in bias.layers if layer.name == "7.weight")
+assert head.top_ratio > 1, "the head's top curvature is over-estimated on the data that chose it"
 
 # %% [markdown]
 # ## Predictions on the test set
