@@ -201,9 +201,10 @@ def data_dims(
     for module in modules:
         dims[module] = []
         for p, q in zip(one[module], two[module], strict=False):
-            grown = [i for i, (u, v) in enumerate(zip(p.a.shape, q.a.shape, strict=False)) if u != v]
-            single = len(grown) == 1 and (p.a.shape[grown[0]], q.a.shape[grown[0]]) == (1, 2)
-            dims[module].append(grown[0] if single and p.a.ndim == q.a.ndim else None)
+            sizes = list(zip(p.a.shape, q.a.shape, strict=False))
+            grown = [i for i, (u, v) in enumerate(sizes) if u != v]
+            single = p.a.ndim == q.a.ndim and [sizes[i] for i in grown] == [(1, 2)]
+            dims[module].append(grown[0] if single else None)
     return dims
 
 

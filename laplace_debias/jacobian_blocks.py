@@ -122,9 +122,7 @@ def weight_jacobians(
         yield J.flatten(2)
 
 
-def dense_jacobians(
-    J: Tensor, Q: tuple[Tensor, ...], whole: bool = False
-) -> Iterator[Tensor]:
+def dense_jacobians(J: Tensor, Q: tuple[Tensor, ...], whole: bool = False) -> Iterator[Tensor]:
     r"""Yield :math:`\tilde J` for an explicit Jacobian ``J [n, C, D]``, a few data at a time.
 
     :math:`\tilde J_c = Q^\top J_c` for one factor, :math:`Q_B^\top J_c Q_A` for two.

@@ -24,7 +24,7 @@ from laplace_debias.capture import (
     size_of,
     take,
 )
-from laplace_debias.posterior import EigenBlock, compute_dtype
+from laplace_debias.eigenbasis import EigenBlock, compute_dtype
 
 Source = tuple[LayerCall, "int | None"]
 
@@ -42,6 +42,7 @@ class LayerJacobians:
     def __init__(
         self, model: nn.Module, blocks: list[EigenBlock], key: str, keep_graph: bool = False
     ) -> None:
+        """Find the layers to record."""
         self.model, self.blocks, self.key, self.keep_graph = model, blocks, key, keep_graph
         self.owners = owners(model, [block.param for block in blocks])
         self.modules = list(

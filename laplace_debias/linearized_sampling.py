@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import functional_call, jvp, vmap
 
 from laplace_debias.capture import Inputs, run, size_of, take
-from laplace_debias.posterior import EigenBlock, is_last_layer
+from laplace_debias.eigenbasis import EigenBlock, is_last_layer
 
 
 def posterior_step(eps: Tensor, block: EigenBlock, k: int) -> Tensor:
@@ -58,6 +58,7 @@ class WeightSampler:
     def __init__(
         self, la: KronLaplace, blocks: list[EigenBlock], memory_budget: int, keep_graph: bool
     ) -> None:
+        """Keep the arguments."""
         self.la, self.blocks = la, blocks
         self.memory_budget, self.keep_graph = memory_budget, keep_graph
 

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from laplace_debias import jacobian_blocks as maths
 from laplace_debias.capture import Inputs, prediction_mode, size_of, take
-from laplace_debias.layer_jacobians import LayerJacobians
-from laplace_debias.linearized_sampling import WeightSampler
-from laplace_debias.posterior import (
+from laplace_debias.eigenbasis import (
     EigenBlock,
     PriorPrecisions,
     check_fitted,
@@ -28,6 +26,8 @@ from laplace_debias.posterior import (
     is_last_layer,
     prior_grid,
 )
+from laplace_debias.layer_jacobians import LayerJacobians
+from laplace_debias.linearized_sampling import WeightSampler
 
 DEFAULT_MEMORY_BUDGET = 512 * 2**20
 METHODS = ("exact", "samples", "auto")
@@ -59,7 +59,7 @@ class StructuredPredictor:
 
     Args:
         la: A fitted ``KronLaplace`` or ``KronLLLaplace``.
-        prior_precisions: See :func:`laplace_debias.posterior.prior_grid`; ``None`` takes the one
+        prior_precisions: See :func:`laplace_debias.eigenbasis.prior_grid`; ``None`` takes the one
             that ``la`` has.
         memory_budget: Bytes to stay within; the data are cut into chunks accordingly.
         keep_graph: Allow differentiating with respect to the inputs; ``None`` asks ``la``.
@@ -72,6 +72,7 @@ class StructuredPredictor:
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
         keep_graph: bool | None = None,
     ) -> None:
+        """Check the arguments and prepare the blocks of the posterior."""
         check_fitted(la)
         if not memory_budget > 0:
             raise ValueError(
@@ -270,7 +271,8 @@ def linearized_predictive(
     Example:
         >>> from laplace import Laplace
         >>> from torch.utils.data import DataLoader, TensorDataset
-        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
         >>> data = TensorDataset(torch.randn(8, 3), torch.randint(2, (8,)))
         >>> la = Laplace(model, "classification", "all", "kron")
         >>> la.fit(DataLoader(data, batch_size=8))

@@ -105,7 +105,7 @@ def prior_grid(
         if rows.ndim > 2:
             raise ValueError(
                 f"Expected prior precisions with at most 2 dimensions [k, {n_blocks}], got shape "
-                f"{tuple(rows.shape)}. Pass a number, a 1-d tensor of k numbers, or [k, {n_blocks}]."
+                f"{tuple(rows.shape)}. Pass a number, k numbers, or a [k, {n_blocks}] tensor."
             )
         many = rows.ndim > 0
         rows = [rows] if rows.ndim == 0 else list(rows)
