@@ -143,6 +143,9 @@ class DebiasedPosterior(Predicting, Tuning, StructuredGLM):
     def curvature_bias(self, fraction: float = 0.1) -> CurvatureBias:
         """How far the directions' data over-estimated their top curvature, per layer.
 
+        Two mini-batches are one draw: where few data carry most of the curvature, the noise of
+        the overall scale can hide the bias, and a ratio below 1 at both ends says just that.
+
         Args:
             fraction: Share of a layer's directions that counts as its top, and as its bottom.
 
