@@ -97,6 +97,19 @@ class BareParameter(nn.Module):
         return self.head(torch.tanh(x @ self.matrix.T))
 
 
+class Unused(nn.Module):
+    """A network with a layer that the outputs do not depend on."""
+
+    def __init__(self, body):
+        """Make the layer that is never called."""
+        super().__init__()
+        self.spare, self.body = nn.Linear(2, 2), body
+
+    def forward(self, x):
+        """Leave it out."""
+        return self.body(x)
+
+
 def frozen(model: nn.Module, *names: str) -> nn.Module:
     """Freeze the parameters whose names end like one of ``names``."""
     for name, p in model.named_parameters():
@@ -121,7 +134,10 @@ STRUCTURED = {
     "mlp": lambda: (S(L(4, 5), T(), L(5, 3)), (4,)),
     "inplace": lambda: (S(L(4, 5), R(inplace=True), L(5, 3)), (4,)),
     "tokens": lambda: (S(L(4, 5), T(), Lambda(lambda x: x.mean(1)), L(5, 3)), (6, 4)),
-    "two token dims": lambda: (S(L(3, 5), T(), Lambda(lambda x: x.sum((1, 2))), L(5, 2)), (2, 3, 3)),
+    "two token dims": lambda: (
+        S(L(3, 5), T(), Lambda(lambda x: x.sum((1, 2))), L(5, 2)),
+        (2, 3, 3),
+    ),
     "sequence first": lambda: (
         S(Lambda(lambda x: x.transpose(0, 1)), L(3, 4), T(), Lambda(lambda x: x.mean(0)), L(4, 2)),
         (5, 3),
@@ -152,7 +168,10 @@ STRUCTURED = {
     "repeated": lambda: (Repeated(), (2, 6, 6)),
     "tied": lambda: (Tied(), (4,)),
     "weights only": lambda: (frozen(S(L(4, 5), T(), L(5, 3)), "bias"), (4,)),
-    "no bias": lambda: (S(C2(2, 3, 3, bias=False), T(), nn.Flatten(), L(12, 2, bias=False)), (2, 4, 4)),
+    "no bias": lambda: (
+        S(C2(2, 3, 3, bias=False), T(), nn.Flatten(), L(12, 2, bias=False)),
+        (2, 4, 4),
+    ),
     "biases only": lambda: (frozen(S(L(4, 5), T(), L(5, 3)), "weight"), (4,)),
     "first frozen": lambda: (frozen(S(L(4, 5), T(), L(5, 3)), "0.weight", "0.bias"), (4,)),
     "last frozen": lambda: (frozen(S(L(4, 5), T(), L(5, 3)), "2.weight", "2.bias"), (4,)),
@@ -162,7 +181,8 @@ STRUCTURED = {
     ),
     "attention": lambda: (S(Attention(4), Lambda(lambda x: x[:, 0]), L(4, 3)), (5, 4)),
     "one element": lambda: (S(L(1, 1), T(), L(1, 1)), (1,)),
-    "unused layer": lambda: (S(L(4, 3), nn.ModuleList([L(2, 2)]) and Lambda(torch.tanh)), (4,)),
+    "unused layer": lambda: (Unused(L(4, 3)), (4,)),
+    "only the unused layer": lambda: (Unused(L(4, 3).requires_grad_(False)), (4,)),
 }
 
 # name -> (model, input shape of one datum, name of the module that the warning names)

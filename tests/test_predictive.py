@@ -75,9 +75,7 @@ def test_what_cannot_be_taken_apart_is_exact_and_warned_about(name):
     torch.testing.assert_close(result.covariance, expected, **EXACT)
     with pytest.warns(UserWarning):
         joint = linearized_predictive(la, x, 0.3, joint=True).covariance
-    torch.testing.assert_close(
-        joint, dense_covariance(la, x, 0.3).reshape(joint.shape), **EXACT
-    )
+    torch.testing.assert_close(joint, dense_covariance(la, x, 0.3).reshape(joint.shape), **EXACT)
 
 
 @settings(max_examples=25, deadline=None)
@@ -129,7 +127,11 @@ def test_random_architectures(
 def fitted(cls=KronLaplace, likelihood="classification", backend=CurvlinopsGGN, **kwargs):
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(1, 3, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(27, 5), nn.Tanh(),
+        nn.Conv2d(1, 3, 3, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(27, 5),
+        nn.Tanh(),
         nn.Linear(5, 3),
     )
     x = torch.randn(24, 1, 8, 8)
@@ -248,6 +250,7 @@ class DictNet(nn.Module):
     """A network on a mapping of tensors."""
 
     def __init__(self):
+        """Make the layers."""
         super().__init__()
         self.body, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
 
@@ -264,7 +267,9 @@ def test_mappings_as_inputs():
     expected = linearized_predictive(plain, x, [0.5, 1.0])
     for budget in (2**30, 1):
         got = linearized_predictive(
-            la, {"input_ids": x, "labels": torch.zeros(7), "n": 3}, [0.5, 1.0],
+            la,
+            {"input_ids": x, "labels": torch.zeros(7), "n": 3},
+            [0.5, 1.0],
             memory_budget=budget,
         )
         torch.testing.assert_close(got.covariance, expected.covariance, **EXACT)
@@ -302,7 +307,11 @@ def test_sampled_covariance_converges_to_the_exact_one(cls):
     errors = []
     for n_samples in (200, 20_000):
         sampled = linearized_predictive(
-            la, x, [0.5, 5.0], method="samples", n_samples=n_samples,
+            la,
+            x,
+            [0.5, 5.0],
+            method="samples",
+            n_samples=n_samples,
             generator=torch.Generator().manual_seed(1),
         )
         torch.testing.assert_close(sampled.mean, exact.mean)
@@ -333,7 +342,12 @@ def test_samples_follow_the_generator_and_not_the_budget(cls):
     rng = torch.get_rng_state()
     draws = [
         linearized_predictive(
-            la, x, [0.5, 2.0], method="samples", n_samples=9, memory_budget=budget,
+            la,
+            x,
+            [0.5, 2.0],
+            method="samples",
+            n_samples=9,
+            memory_budget=budget,
             generator=torch.Generator().manual_seed(seed),
         ).covariance
         for seed, budget in [(0, 2**29), (0, 1), (1, 2**29)]
@@ -391,4 +405,6 @@ def test_bad_arguments():
     with pytest.raises(AttributeError, match="fit"):
         linearized_predictive(unfitted, x)
     with pytest.raises(ValueError, match="n, outputs"):
-        linearized_predictive(random_laplace(nn.Sequential(nn.Linear(2, 2)), 2), torch.randn(3, 4, 2))
+        linearized_predictive(
+            random_laplace(nn.Sequential(nn.Linear(2, 2)), 2), torch.randn(3, 4, 2)
+        )
