@@ -31,6 +31,7 @@ class LayerCall:
         module: The layer.
         a: Its input, as the model gave it.
         shape: Shape of its output.
+        version: How often the input had been changed in place when the layer was called.
         edge: The place in the graph at which the gradient of the output is read, or ``None`` if the
             layer ran without gradients.
     """
@@ -38,6 +39,7 @@ class LayerCall:
     module: nn.Module
     a: Tensor
     shape: torch.Size
+    version: int
     edge: GradientEdge | None
 
     def positions(self, n: int) -> int:
@@ -45,7 +47,16 @@ class LayerCall:
         return self.shape.numel() // (n * self.module.weight.shape[0])
 
     def inputs(self, n: int, dim: int | None, rows: slice) -> Tensor:
-        """Return the inputs (patches of a convolution) of some data, ``[m, R, groups, d_in]``."""
+        """Return the inputs (patches of a convolution) of some data, ``[m, R, groups, d_in]``.
+
+        Raises:
+            RuntimeError: If the input was changed in place after the call.
+        """
+        if self.a._version != self.version:
+            raise RuntimeError(
+                f"Expected the input of {self.module} to stay as it was, got one that the model "
+                "changed in place after the layer used it. Replace the in-place operation."
+            )
         if isinstance(self.module, nn.Conv2d):
             if len(self.a) == n:
                 return patches(self.a[rows], self.module)
@@ -155,7 +166,8 @@ def run(model: nn.Module, x: Inputs, modules: list[nn.Module], keep_graph: bool 
         a = args[0] if args else kwargs["input"]
         # the edge, not the tensor: an in-place activation would move the tensor on in the graph
         edge = get_gradient_edge(output) if output.requires_grad else None
-        calls[module].append(LayerCall(module, a if keep_graph else a.detach(), output.shape, edge))
+        a = a if keep_graph else a.detach()
+        calls[module].append(LayerCall(module, a, output.shape, a._version, edge))
 
     handles = [module.register_forward_hook(record, with_kwargs=True) for module in modules]
     try:

@@ -386,6 +386,28 @@ def test_auto_takes_the_cheaper_way():
     assert linearized_predictive(ll, x, method="auto", n_samples=2).method == "exact"
 
 
+class Overwriting(nn.Module):
+    """A network that changes a layer's input after the layer has used it."""
+
+    def __init__(self):
+        """Make the layers."""
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        """Change it."""
+        h = 2 * x
+        out = self.a(h)
+        h.relu_()
+        return self.b(out + h)
+
+
+def test_an_input_changed_in_place_is_an_error():
+    la = random_laplace(Overwriting(), 2)
+    with pytest.raises(RuntimeError, match="in place"):
+        linearized_predictive(la, torch.randn(4, 3))
+
+
 @pytest.mark.parametrize(
     ("prior", "message"),
     [
