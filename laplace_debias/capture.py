@@ -31,25 +31,39 @@ class LayerCall:
         module: The layer.
         a: Its input, as the model gave it.
         shape: Shape of its output.
-        edge: The place in the graph at which the gradient of the output is read.
+        version: How often the input had been changed in place when the layer was called.
+        edge: The place in the graph at which the gradient of the output is read, or ``None`` if the
+            layer ran without gradients.
     """
 
     module: nn.Module
     a: Tensor
     shape: torch.Size
-    edge: GradientEdge
+    version: int
+    edge: GradientEdge | None
 
     def positions(self, n: int) -> int:
         """Return the number of positions per datum."""
         return self.shape.numel() // (n * self.module.weight.shape[0])
 
-    def inputs(self, n: int, dim: int | None) -> Tensor:
-        """Return the layer's inputs (patches of a convolution) as ``[n, R, groups, d_in]``."""
+    def inputs(self, n: int, dim: int | None, rows: slice) -> Tensor:
+        """Return the inputs (patches of a convolution) of some data, ``[m, R, groups, d_in]``.
+
+        Raises:
+            RuntimeError: If the input was changed in place after the call.
+        """
+        if self.a._version != self.version:
+            raise RuntimeError(
+                f"Expected the input of {self.module} to stay as it was, got one that the model "
+                "changed in place after the layer used it. Replace the in-place operation."
+            )
         if isinstance(self.module, nn.Conv2d):
-            x = patches(self.a, self.module)
-            return x.reshape(n, -1, *x.shape[2:])
+            if len(self.a) == n:
+                return patches(self.a[rows], self.module)
+            return patches(self.a, self.module).flatten(0, 1).unsqueeze(0)  # a single datum
         a = self.a if dim is None else self.a.movedim(dim, 0)
-        return a.reshape(n, -1, 1, a.shape[-1])
+        a = a.reshape(n, -1, 1, a.shape[-1])
+        return a[rows]
 
     def gradients(self, g: Tensor, n: int, dim: int | None) -> Tensor:
         """Bring a gradient of the layer's output to ``[n, d_out, R]``."""
@@ -151,8 +165,9 @@ def run(model: nn.Module, x: Inputs, modules: list[nn.Module], keep_graph: bool 
     def record(module: nn.Module, args: tuple, kwargs: Mapping, output: Tensor) -> None:
         a = args[0] if args else kwargs["input"]
         # the edge, not the tensor: an in-place activation would move the tensor on in the graph
-        edge = get_gradient_edge(output)
-        calls[module].append(LayerCall(module, a if keep_graph else a.detach(), output.shape, edge))
+        edge = get_gradient_edge(output) if output.requires_grad else None
+        a = a if keep_graph else a.detach()
+        calls[module].append(LayerCall(module, a, output.shape, a._version, edge))
 
     handles = [module.register_forward_hook(record, with_kwargs=True) for module in modules]
     try:

@@ -78,42 +78,42 @@ def data_chunks(n: int, numel_per_datum: int) -> list[slice]:
 
 
 def weight_jacobians(
-    A: Tensor, G: Tensor, Q_B: Tensor, Q_A: Tensor, groups: int = 1, whole: bool = False
+    inputs: Callable[[slice], Tensor], G: Tensor, Q_B: Tensor, Q_A: Tensor, whole: bool = False
 ) -> Iterator[Tensor]:
     r"""Yield :math:`\tilde J_c = Q_B^\top (\sum_r g_{cr} a_r^\top) Q_A`, a few data at a time.
 
     Each factor is rotated before or after the sum over positions, whichever is cheaper: before
     costs ``R d_in^2`` and ``C R d_out^2``, after costs ``C d_out d_in^2`` and ``C d_out^2 d_in``.
+    With several groups, output row o sees the inputs of its own group only.
 
     Args:
-        A: Layer inputs ``[n, R, groups, d_in]``.
+        inputs: Gives the layer inputs ``[m, R, groups, d_in]`` of a slice of the data.
         G: Output gradients ``[n, C, d_out, R]``.
         Q_B: Eigenvectors of the output factor ``[d_out, d_out]``.
         Q_A: Eigenvectors of the input factor ``[d_in, d_in]``.
-        groups: Convolution groups; output row o sees the inputs of its own group only.
         whole: Yield all the data at once.
 
     Yields:
         ``[m, C, d_out * d_in]`` for the next m data, an array that the caller may overwrite.
     """
     n, C, d_out, R = G.shape
-    d_in = A.shape[-1]
-    B_first = groups == 1 and R <= d_in
-    A_first = R * groups <= C * d_out
-    if B_first:
-        G = Q_B.T @ G
-    if A_first:
-        A = A @ Q_A
-    if groups == 1:
-        G, A = G.reshape(n, C * d_out, R), A.squeeze(2)
-    else:
-        G = G.unflatten(2, (groups, -1)).transpose(1, 2).reshape(n, groups, -1, R)
-        A = A.transpose(1, 2)  # [n, groups, R, d_in]
-    for s in [slice(0, n)] if whole else data_chunks(n, C * d_out * d_in):
-        J = G[s] @ A[s]
+    d_in = len(Q_A)
+    numel = max(C * d_out * d_in, R * d_in)
+    for s in [slice(0, n)] if whole else data_chunks(n, numel):
+        A, g = inputs(s), G[s]
+        groups = A.shape[2]
+        B_first = groups == 1 and R <= d_in
+        A_first = R * groups <= C * d_out
+        if B_first:
+            g = Q_B.T @ g
+        if A_first:
+            A = A @ Q_A
         if groups == 1:
+            J = g.reshape(-1, C * d_out, R) @ A.squeeze(2)
             J = J.view(-1, C, d_out, d_in)
-        else:  # [m, groups, C * d_out / groups, d_in] -> [m, C, d_out, d_in]
+        else:
+            g = g.unflatten(2, (groups, -1)).transpose(1, 2).flatten(2, 3)
+            J = g @ A.transpose(1, 2)  # [m, groups, C * d_out / groups, d_in]
             J = J.unflatten(2, (C, -1)).transpose(1, 2).flatten(2, 3)
         if not A_first:
             J = J @ Q_A

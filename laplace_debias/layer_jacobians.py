@@ -6,6 +6,7 @@ This is where the maths of :mod:`laplace_debias.jacobian_blocks` meets the layer
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
@@ -51,29 +52,25 @@ class LayerJacobians:
         self.names = {module: name for name, module in model.named_modules()}
         self.dims: dict[nn.Module, list[int | None]] | None = None
         self._warned: set[str] = set()
+        self._memory: Tensor | None = None
 
     def prepare(self, x: Inputs) -> int:
         """Look at one or two data; return the bytes that a datum will need.
 
         Counted are the output gradients of all layers and outputs, the activations the graph
-        holds, the patches of the largest layer, before and after rotation, and the Jacobians that
-        have to be formed.
+        holds, and the Jacobians that have to be formed.
         """
         n = size_of(x, self.key)
         if self.dims is None and n > 1:
             self.dims = data_dims(self.model, x, self.modules, self.key)
         probe = run(self.model, take(x, slice(0, 1), self.key), self.modules)
-        C, held, largest = probe.f.shape[1], 0, 0
+        C, held = probe.f.shape[1], 1
         for call in (call for calls in probe.calls.values() for call in calls):
-            outputs = call.shape.numel()
-            held += (C + 4) * outputs + 2 * call.a.numel()
-            d_in = call.module.weight[0].numel()
-            R, groups = call.positions(1), getattr(call.module, "groups", 1)
-            largest = max(largest, 2 * R * groups * d_in + C * outputs)
+            held += (C + 4) * call.shape.numel() + 2 * call.a.numel()
         for block in self.blocks:
             if isinstance(self._sources(block, probe, min(n, 2)), str):
                 held += 2 * C * block.param.numel()  # its Jacobian will be formed
-        return max(1, held + largest) * torch.finfo(compute_dtype(probe.f.dtype)).bits // 8
+        return held * torch.finfo(compute_dtype(probe.f.dtype)).bits // 8
 
     def contract(self, x: Inputs, mode: str) -> tuple[Tensor, Tensor]:
         """Return the outputs ``[n, C]`` and the sum over blocks of their contractions.
@@ -126,6 +123,8 @@ class LayerJacobians:
             if len(dims) != len(calls):
                 return "its layer is not called equally often for all inputs"
             sources += zip(calls, dims, strict=True)
+        if any(call.edge is None for call, _ in sources):
+            return "its layer runs without gradients"
         if capture.uses[id(block.param)] != len(sources):
             return "it is used outside the layer that owns it"
         for call, dim in sources:
@@ -166,7 +165,7 @@ class LayerJacobians:
         shapes = [(n, C, call.module.weight.shape[0], call.positions(n)) for call, _ in needed]
         kept: list[list[Tensor]] = [[] for _ in needed]
         if not self.keep_graph:
-            buffers = [capture.f.new_empty(shape, dtype=dtype) for shape in shapes]
+            buffers = self._reserve(shapes, capture.f.new_empty(0, dtype=dtype))
         for c in range(C):
             e_c = torch.zeros_like(capture.f)
             e_c[:, c] = 1
@@ -189,6 +188,18 @@ class LayerJacobians:
             buffers = [torch.stack(g, dim=1) for g in kept]
         return {id(call): G for (call, _), G in zip(needed, buffers, strict=True)}
 
+    def _reserve(self, shapes: list[tuple[int, ...]], like: Tensor) -> list[Tensor]:
+        """Return arrays of the given shapes, from the last chunk's memory where it suffices.
+
+        Fresh pages for every chunk would cost as much as writing the gradients to them.
+        """
+        numels = [math.prod(shape) for shape in shapes]
+        flat = self._memory
+        if flat is None or flat.dtype != like.dtype or flat.numel() < sum(numels):
+            flat = self._memory = like.new_empty(sum(numels))
+        parts = flat[: sum(numels)].split(numels)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
     def _structured(
         self, block: EigenBlock, sources: list[Source], gradients: dict[int, Tensor], mode: str
     ) -> Tensor:
@@ -202,9 +213,12 @@ class LayerJacobians:
                 chunks = maths.dense_jacobians(G.sum(-1), block.Q, mode == "joint")
                 return maths.contract(chunks, block.inverses, mode)
 
-            inputs = [call.inputs(n, dim).to(block.lam.dtype) for call, dim in sources]
-            A = torch.cat(inputs, dim=1) if len(inputs) > 1 else inputs[0]  # [n, R, groups, d_in]
+            def inputs(rows: slice) -> Tensor:
+                parts = [call.inputs(n, dim, rows).to(block.lam.dtype) for call, dim in sources]
+                return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
             if len(block.Q) == 1:  # a weight of one element has a single factor
+                A = inputs(slice(0, n))
                 J = torch.einsum("ncor,nrgi->ncogi", G, A).flatten(2)
                 chunks = maths.dense_jacobians(J, block.Q, mode == "joint")
                 return maths.contract(chunks, block.inverses, mode)
@@ -212,10 +226,9 @@ class LayerJacobians:
             Q_B, Q_A = block.Q
             if isinstance(module, nn.Conv2d):
                 Q_A = maths.patch_order(Q_A, module)
-            groups = A.shape[2]
-            if R == 1 and groups == 1 and mode != "joint":
-                g, a = G.squeeze(-1) @ Q_B, A.flatten(1) @ Q_A
+            if R == 1 and getattr(module, "groups", 1) == 1 and mode != "joint":
+                g, a = G.squeeze(-1) @ Q_B, inputs(slice(0, n)).flatten(1) @ Q_A
                 sides = [maths.input_side(a, w) for w in block.inverses(input_first=True)]
                 return maths.contract([g], lambda: sides, mode)
-            chunks = maths.weight_jacobians(A, G, Q_B, Q_A, groups, whole=mode == "joint")
+            chunks = maths.weight_jacobians(inputs, G, Q_B, Q_A, whole=mode == "joint")
             return maths.contract(chunks, block.inverses, mode)

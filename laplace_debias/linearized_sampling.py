@@ -3,14 +3,21 @@ r"""Samples of the linearised network's outputs by forward-mode products.
 :math:`f_s = f + J (\theta_s - \theta^*)` with :math:`\theta_s - \theta^* = P^{-1/2} \epsilon_s`,
 one Jacobian-vector product per sample. Its cost does not depend on the number of outputs, and no
 covariance is formed: the way to go for a thousand classes.
+
+A layer that the model runs under ``torch.no_grad`` is constant for the exact way but not for this
+one: PyTorch's forward mode looks through ``no_grad``. Use ``detach`` to stop both.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from laplace.baselaplace import KronLaplace
 from torch import Tensor
 from torch.func import functional_call, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace_debias.capture import Inputs, run, size_of, take
 from laplace_debias.eigenbasis import EigenBlock, is_last_layer
@@ -39,6 +46,18 @@ def posterior_step(eps: Tensor, block: EigenBlock, k: int) -> Tensor:
         E = eps.unflatten(1, (len(Q_B), len(Q_A)))
         step = Q_B @ (Q_B.T @ E @ Q_A * scale) @ Q_A.T
     return step.reshape(len(eps), *block.param.shape).to(block.param.dtype)
+
+
+@contextmanager
+def forward_mode() -> Iterator[None]:
+    """Avoid the fused attention kernels, which have no forward-mode derivative."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 class WeightSampler:
@@ -76,7 +95,8 @@ class WeightSampler:
             if is_last_layer(self.la):
                 f, phi = self.la.model.forward_with_features(x)
                 return f, self._last_layer(f, phi, n_samples, generator)
-            return self._all_layers(x, n_samples, generator)
+            with forward_mode():
+                return self._all_layers(x, n_samples, generator)
 
     def _draw(self, n_samples: int, generator: torch.Generator | None) -> list[Tensor]:
         """Draw standard normal numbers for every block, ``[n_samples, D]`` each."""

@@ -131,7 +131,7 @@ class StructuredPredictor:
         with prediction_mode(self.la.model, self.params):
             return sampler(self._inputs(x), n_samples, generator)
 
-    def prefers_samples(self, x: Inputs, n_samples: int, diagonal_output: bool) -> bool:
+    def prefers_samples(self, n_samples: int, diagonal_output: bool) -> bool:
         """Say whether ``n_samples`` samples cost less than the exact covariances.
 
         Counted in forward passes: a backward pass or a forward-mode product costs about two. The
@@ -289,7 +289,7 @@ def linearized_predictive(
         )
     predictor = StructuredPredictor(la, prior_precisions, memory_budget)
     if method == "auto":
-        sampling = not joint and predictor.prefers_samples(x, n_samples, diagonal_output)
+        sampling = not joint and predictor.prefers_samples(n_samples, diagonal_output)
         method = "samples" if sampling else "exact"
     if method == "samples":
         return predictor.sampled(x, n_samples, generator, diagonal_output)

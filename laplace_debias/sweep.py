@@ -191,7 +191,7 @@ def _predictions(
     diagonal = not regression and needs_diagonal_only(link_approx)
     k = len(predictor.deltas)
     if method == "auto":
-        prefers = predictor.prefers_samples(x, n_samples, diagonal)
+        prefers = predictor.prefers_samples(n_samples, diagonal)
         method = "samples" if prefers else "exact"
     if method == "samples" and link_approx == "mc" and not regression:
         _, samples = predictor.samples(x, n_samples, generator)

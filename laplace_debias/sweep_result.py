@@ -46,7 +46,8 @@ class SweepResult:
     def best_index(self, metric: str = "nll") -> int:
         """Return the grid point with the best value.
 
-        Warns when NaN points were left out, and when the best lies on the edge of the grid.
+        Warns when NaN points were left out, and when the best of scalar prior precisions is the
+        smallest or the largest of them.
 
         Raises:
             ValueError: If the metric is unknown, or NaN everywhere.
@@ -65,11 +66,12 @@ class SweepResult:
                 stacklevel=2,
             )
         best = min(finite, key=lambda i: sign * values[i])
-        if len(values) > 1 and best in (0, len(values) - 1):
-            side = "smaller" if best == 0 else "larger"
+        grid = self.prior_precisions
+        if grid.ndim == 1 and len(grid) > 1 and grid[best] in (grid.min(), grid.max()):
+            side = "smaller" if grid[best] == grid.min() else "larger"
             warnings.warn(
                 f"The best {metric!r} lies on the edge of the grid, at prior precision "
-                f"{self.prior_precisions[best].tolist()}: extend the grid to {side} values.",
+                f"{grid[best].item():.6g}: extend the grid to {side} values.",
                 stacklevel=2,
             )
         return best

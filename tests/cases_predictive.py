@@ -76,6 +76,21 @@ class UsedOutside(nn.Module):
         return self.head(F.linear(torch.tanh(self.lin(x)), self.lin.weight.T))
 
 
+class Stopped(nn.Module):
+    """A layer called without gradients, whose parameters are used once more outside it."""
+
+    def __init__(self):
+        """Make the layers."""
+        super().__init__()
+        self.lin, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        """Stop one gradient."""
+        with torch.no_grad():
+            gate = torch.sigmoid(self.lin(x))
+        return self.head(gate * F.linear(x, self.lin.weight, self.lin.bias))
+
+
 class Scaled(nn.Linear):
     """A Linear that computes something else."""
 
@@ -201,6 +216,7 @@ FALLBACK = {
     "used outside": lambda: (UsedOutside(), (4,), "lin"),
     "overridden forward": lambda: (S(Scaled(4, 3), T(), L(3, 2)), (4,), "0"),
     "bare parameter": lambda: (BareParameter(), (3,), "the model itself"),
+    "without gradients": lambda: (Stopped(), (4,), "lin"),
     "merged batch": lambda: (
         S(
             Lambda(lambda x: x.flatten(0, 1)),

@@ -17,7 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_debias import jacobian_blocks
 from laplace_debias.predictive import StructuredPredictor, linearized_predictive
 from tests.cases_predictive import FALLBACK, STRUCTURED
-from tests.oracles_predictive import dense_covariance, marginal, random_laplace
+from tests.oracles_predictive import (
+    dense_covariance,
+    dense_jacobian,
+    dense_precision,
+    marginal,
+    random_laplace,
+)
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -336,6 +342,21 @@ def test_samples_are_jacobian_times_step(cls):
         torch.testing.assert_close(got, expected, **EXACT)
 
 
+# PyTorch's forward mode looks through no_grad, see the module's docstring
+@pytest.mark.parametrize(
+    "name", [*STRUCTURED, *(name for name in FALLBACK if name != "without gradients")]
+)
+def test_samples_of_every_layer_kind(name):
+    la, x = build({**STRUCTURED, **FALLBACK}[name]())
+    f, samples = StructuredPredictor(la, 0.5).samples(x, 2, torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    eps = torch.stack([torch.randn(la.n_params, generator=generator) for _ in range(2)])
+    lam, U = torch.linalg.eigh(dense_precision(la, la.params, 0.5))
+    steps = eps @ (U / lam.sqrt()) @ U.T
+    J = dense_jacobian(la.model, x, la.params)
+    torch.testing.assert_close(samples[0], f + torch.einsum("ncp,sp->snc", J, steps), **EXACT)
+
+
 @pytest.mark.parametrize("cls", [KronLaplace, KronLLLaplace])
 def test_samples_follow_the_generator_and_not_the_budget(cls):
     la, x = fitted(cls)
@@ -363,6 +384,28 @@ def test_auto_takes_the_cheaper_way():
     assert linearized_predictive(la, x, method="auto", n_samples=2).method == "samples"
     ll, x = fitted(KronLLLaplace)
     assert linearized_predictive(ll, x, method="auto", n_samples=2).method == "exact"
+
+
+class Overwriting(nn.Module):
+    """A network that changes a layer's input after the layer has used it."""
+
+    def __init__(self):
+        """Make the layers."""
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        """Change it."""
+        h = 2 * x
+        out = self.a(h)
+        h.relu_()
+        return self.b(out + h)
+
+
+def test_an_input_changed_in_place_is_an_error():
+    la = random_laplace(Overwriting(), 2)
+    with pytest.raises(RuntimeError, match="in place"):
+        linearized_predictive(la, torch.randn(4, 3))
 
 
 @pytest.mark.parametrize(
