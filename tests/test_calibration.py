@@ -72,12 +72,16 @@ def test_auroc_by_hand():
 
 
 def test_auroc_separates_tiny_entropies():
-    # a sigmoid of these entropies in single precision would be a tie
+    # torchmetrics squashes scores outside [0, 1], such as log 4, by a sigmoid; the tiny entropies
+    # would then be ties in single precision
+    def probs(p):
+        return torch.tensor([[1.0, p, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]])
+
     metrics = CalibrationMetrics()
-    tiny = torch.tensor([[1.0, 1e-12]])
-    metrics.update(tiny, torch.tensor([0]))
-    metrics.update_ood(torch.tensor([[1.0, 1e-9]]))
-    assert metrics.compute().ood.auroc == 1.0
+    metrics.update(probs(1e-12), torch.tensor([0, 0]))
+    metrics.update_ood(probs(1e-9))
+    # pairs (ID, OOD): (tiny, less tiny) and (tiny, uniform) are told apart, (uniform, uniform) ties
+    assert metrics.compute().ood.auroc == (1 + 1 + 0 + 0.5) / 4
 
 
 @pytest.mark.parametrize("n_bins", [5, 15])
