@@ -14,11 +14,9 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 from torchmetrics import MeanMetric, MeanSquaredError
-from torchmetrics.classification import (
-    BinaryAUROC,
-    MulticlassAccuracy,
-    MulticlassCalibrationError,
-)
+from torchmetrics.aggregation import CatMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError
+from torchmetrics.functional.classification import binary_auroc
 from torchmetrics.utilities import dim_zero_cat
 
 from laplace_debias.reports import (
@@ -29,7 +27,7 @@ from laplace_debias.reports import (
     equal_width_bins,
 )
 
-__all__ = ["CalibrationMetrics", "RegressionMetrics", "predictive_entropy"]
+__all__ = ["CalibrationMetrics", "RegressionMetrics", "entropy_auroc", "predictive_entropy"]
 
 
 def predictive_entropy(probs: Tensor) -> Tensor:
@@ -46,6 +44,27 @@ def predictive_entropy(probs: Tensor) -> Tensor:
         tensor([0.6931, 0.0000])
     """
     return torch.special.entr(probs).sum(-1)
+
+
+def entropy_auroc(id_entropies: Tensor, ood_entropies: Tensor) -> float:
+    """Area under the ROC curve of telling OOD from in-distribution inputs by their entropies.
+
+    The probability that a random OOD input has the larger entropy, ties counting one half.
+
+    Args:
+        id_entropies: Predictive entropies of in-distribution inputs, ``[N]``.
+        ood_entropies: Predictive entropies of out-of-distribution inputs, ``[M]``.
+
+    Example:
+        >>> entropy_auroc(torch.tensor([0.1, 0.4]), torch.tensor([0.3, 2.0]))
+        0.75
+    """
+    entropies = torch.cat([id_entropies, ood_entropies])
+    is_ood = torch.zeros(len(entropies), dtype=torch.long, device=entropies.device)
+    is_ood[len(id_entropies) :] = 1
+    # torchmetrics squashes scores outside [0, 1] by a sigmoid, in which small ones become ties
+    scores = entropies / entropies.max().clamp_min(1)
+    return binary_auroc(scores.clamp_min(0), is_ood, thresholds=None, validate_args=False).item()
 
 
 def _check_probs(probs: Tensor) -> Tensor:
@@ -102,8 +121,8 @@ def _check_labels(labels: Tensor, probs: Tensor) -> Tensor:
 class CalibrationMetrics:
     """Accumulate class probabilities and labels, mini-batch by mini-batch, into a report.
 
-    Accuracy, NLL, Brier score and entropy are running sums; ECE, bins and AUROC need one number
-    per datum and keep no more than that.
+    Accuracy, NLL and Brier score are running sums; ECE, bins and AUROC need the confidence and the
+    entropy of every datum and keep no more than that.
 
     Args:
         n_bins: Number of bins of the ECE and of both kinds of reliability bins.
@@ -133,10 +152,10 @@ class CalibrationMetrics:
             self._ece = MulticlassCalibrationError(
                 C, n_bins=self.n_bins, norm="l1", validate_args=False
             ).to(device)
-            self._nll, self._brier, self._entropy, self._ood_entropy = (
-                _mean_metric(device) for _ in range(4)
+            self._nll, self._brier = _mean_metric(device), _mean_metric(device)
+            self._entropies, self._ood_entropies = (
+                CatMetric(nan_strategy="error").to(device).set_dtype(probs.dtype) for _ in range(2)
             )
-            self._auroc = BinaryAUROC(thresholds=None, validate_args=False).to(device)
         elif C != self.num_classes:
             raise ValueError(
                 f"Expected probabilities of {self.num_classes} classes as before, got {C}. "
@@ -164,7 +183,7 @@ class CalibrationMetrics:
         self._nll.update(-p_y.clamp_min(torch.finfo(probs.dtype).tiny).log())
         one_hot = torch.nn.functional.one_hot(labels, self.num_classes)
         self._brier.update((probs - one_hot).square().sum(-1))
-        self._entropy.update(self._add_entropies(probs, is_ood=False))
+        self._entropies.update(predictive_entropy(probs))
         self.n_data += len(probs)
 
     def update_ood(self, probs: Tensor) -> None:
@@ -180,19 +199,13 @@ class CalibrationMetrics:
         if len(probs) == 0:
             return
         self._start(probs)
-        self._ood_entropy.update(self._add_entropies(probs, is_ood=True))
+        self._ood_entropies.update(predictive_entropy(probs))
         self.n_ood += len(probs)
 
-    def _add_entropies(self, probs: Tensor, is_ood: bool) -> Tensor:
-        """Entropies ``[N]``, also handed to the AUROC.
-
-        Divided by log C they lie in [0, 1]; torchmetrics would squash anything else by a sigmoid,
-        in which small entropies become ties.
-        """
-        entropies = predictive_entropy(probs)
-        scores = (entropies / math.log(self.num_classes)).clamp(0, 1)
-        self._auroc.update(scores, torch.full_like(scores, is_ood, dtype=torch.long))
-        return entropies
+    @property
+    def entropies(self) -> Tensor:
+        """Predictive entropies of the in-distribution data added so far, ``[n_data]``, in nats."""
+        return self._entropies.compute().reshape(-1) if self.n_data else torch.empty(0)
 
     def compute(self) -> ClassificationReport:
         """Return the report of everything added so far.
@@ -210,15 +223,16 @@ class CalibrationMetrics:
         correct = dim_zero_cat(self._ece.accuracies)
         ood = None
         if self.n_ood:
-            entropy = self._ood_entropy.compute().item()
-            ood = OODReport(self._auroc.compute().item(), entropy, self.n_ood)
+            entropies = self._ood_entropies.compute().reshape(-1)
+            auroc = entropy_auroc(self.entropies, entropies)
+            ood = OODReport(auroc, entropies.double().mean().item(), self.n_ood)
         return ClassificationReport(
             n_data=self.n_data,
             accuracy=self._accuracy.compute().item(),
             nll=self._nll.compute().item(),
             ece=self._ece.compute().item(),
             brier=self._brier.compute().item(),
-            mean_entropy=self._entropy.compute().item(),
+            mean_entropy=self.entropies.double().mean().item(),
             bins=equal_width_bins(confidences, correct, self.n_bins),
             adaptive_bins=adaptive_bins(confidences, correct, self.n_bins),
             ood=ood,
