@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from laplace_debias.batches import unpack
-from laplace_debias.metrics import CalibrationMetrics, RegressionMetrics
+from laplace_debias.metrics import CalibrationMetrics
 from laplace_debias.model_state import evaluation_mode
+from laplace_debias.regression_metrics import RegressionMetrics
 from laplace_debias.reports import CalibrationReport
 
 __all__ = ["EvaluationError", "evaluate"]

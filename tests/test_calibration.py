@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassCalibrationError
 
 from laplace_debias.calibration import EvaluationError, evaluate
-from laplace_debias.metrics import CalibrationMetrics, RegressionMetrics
+from laplace_debias.metrics import CalibrationMetrics
+from laplace_debias.regression_metrics import RegressionMetrics
 from laplace_debias.reports import adaptive_bins, equal_width_bins
 
 # three predictions over two classes: right with 0.75, wrong with 0.6, right with 0.9
