@@ -24,6 +24,7 @@ test: $(READY)
 
 lint: $(READY)
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 
 bench: $(READY)
 	$(PY) examples/bench.py

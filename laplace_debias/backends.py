@@ -131,8 +131,9 @@ def factor_function(
     root = model.last_layer if last_layer else model
     wanted = [name for name, p in root.named_parameters() if p.requires_grad or last_layer]
     with preserved(model), warnings.catch_warnings():
-        # ASDL's hooks, which see all they need
+        # ASDL's hooks see all they need, and what it ignores is frozen here
         warnings.filterwarnings("ignore", message="Using a non-full backward hook")
+        warnings.filterwarnings("ignore", message="BatchNorm unsupported for Kron")
         model.eval()
         layers = {"": root} if last_layer else kfac_layers(root, supported_types(backend))
         for layer in layers.values():  # the backends know whole layers only

@@ -37,12 +37,12 @@ class LayerBias:
     @property
     def top_ratio(self) -> float:
         """Over-estimation of the top curvature: biased over debiased, 1 without bias."""
-        return _ratio(self.top_biased, self.top_debiased)
+        return _ratio(self.top_biased, self.top_debiased, self.top_biased)
 
     @property
     def bottom_ratio(self) -> float:
         """Under-estimation of the bottom curvature: biased over debiased, 1 without bias."""
-        return _ratio(self.bottom_biased, self.bottom_debiased)
+        return _ratio(self.bottom_biased, self.bottom_debiased, self.top_biased)
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,12 @@ def _products(values: Sequence[Tensor]) -> Tensor:
     return values[0] if len(values) == 1 else torch.outer(values[0], values[1]).flatten()
 
 
-def _ratio(numerator: float, denominator: float) -> float:
-    """A ratio that is 1 for 0 / 0 and infinite for a positive number over 0."""
-    if denominator == 0:
-        return 1.0 if numerator == 0 else math.inf
-    return numerator / denominator
+def _ratio(numerator: float, denominator: float, scale: float) -> float:
+    """A ratio that is 1 for 0 / 0 and infinite for a positive number over 0.
+
+    What lies below the rounding errors of a spectrum of this scale is 0.
+    """
+    floor = torch.finfo(torch.float32).eps * scale
+    if denominator <= floor:
+        return 1.0 if numerator <= floor else math.inf
+    return numerator / denominator if numerator > floor else 0.0

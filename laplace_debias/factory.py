@@ -8,8 +8,8 @@ import laplace
 from laplace.baselaplace import BaseLaplace
 from torch import nn
 
+from laplace_debias.debiased import debias_mode
 from laplace_debias.kron_laplace import DebiasedKronLaplace, DebiasedKronLLLaplace
-from laplace_debias.posterior import debias_mode
 
 __all__ = ["Laplace"]
 

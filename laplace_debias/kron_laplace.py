@@ -11,8 +11,8 @@ from laplace.lllaplace import KronLLLaplace
 from torch import Tensor, nn
 
 from laplace_debias.backends import choose_backend, supported_types
+from laplace_debias.debiased import DebiasedPosterior, debias_mode
 from laplace_debias.layers import check_supported
-from laplace_debias.posterior import DebiasedPosterior, debias_mode
 
 __all__ = ["DebiasedKronLLLaplace", "DebiasedKronLaplace"]
 

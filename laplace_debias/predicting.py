@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_debias.model_state import evaluation_mode
+from laplace_debias.model_state import evaluation_mode, preserved
 from laplace_debias.nn_predictive import network_samples
 
 __all__ = ["Predicting"]
@@ -52,8 +52,7 @@ class Predicting:
         Raises:
             AttributeError: Before ``fit``.
         """
-        self._check_H_init()
-        with evaluation_mode(self.model), self._drawing_from(generator):
+        with self._predicting(generator):
             return super().__call__(
                 x,
                 pred_type,
@@ -68,14 +67,12 @@ class Predicting:
 
     def functional_samples(self, x, pred_type="glm", n_samples=100, *args, **kwargs) -> Tensor:
         """Samples of the network's outputs, ``[S, n, C]``; see laplace-torch."""
-        self._check_H_init()
-        with evaluation_mode(self.model):
+        with self._predicting():
             return super().functional_samples(x, pred_type, n_samples, *args, **kwargs)
 
     def predictive_samples(self, x, pred_type="glm", n_samples=100, *args, **kwargs) -> Tensor:
         """Samples of the predictive, ``[S, n, C]``; see laplace-torch."""
-        self._check_H_init()
-        with evaluation_mode(self.model):
+        with self._predicting():
             return super().predictive_samples(x, pred_type, n_samples, *args, **kwargs)
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
@@ -84,11 +81,13 @@ class Predicting:
         return super().sample(n_samples, generator or self._generator)
 
     @contextmanager
-    def _drawing_from(self, generator: torch.Generator | None) -> Iterator[None]:
-        """Let every draw of a call come from its generator; laplace-torch does not pass it on."""
-        self._generator = generator
+    def _predicting(self, generator: torch.Generator | None = None) -> Iterator[None]:
+        """Evaluation mode, an untouched model, and every draw from the call's generator."""
+        self._check_H_init()
+        self._generator = generator  # laplace-torch does not pass it on
         try:
-            yield
+            with preserved(self.model), evaluation_mode(self.model):
+                yield
         finally:
             self._generator = None
 

@@ -99,7 +99,7 @@ def load_state(la: Any, state: dict[str, Any]) -> None:
     la._restore_last_layer(state["last_layer_name"])
     ours, saved = _parameter_shapes(la), state["parameters"]
     if ours != saved:
-        differing = sorted({n for n, s in (ours.items() ^ saved.items())})
+        differing = [n for n in {**saved, **ours} if ours.get(n) != saved.get(n)]
         raise ValueError(
             "Expected the parameters that the state was fitted for, got a model that differs in "
             + "; ".join(

@@ -120,7 +120,6 @@ class DebiasedPosterior(Predicting):
             },
             kron_kwargs=self._asdl_fisher_kwargs,
         ) as factors_of:
-
             roles = accumulate_roles(
                 itertools.chain([first], batches),
                 lambda batch: factors_of(*unpack(batch, self._device, self.dict_key_y)),

@@ -1,0 +1,13 @@
+"""Every example runs, and what it asserts holds."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def test_quickstart(capsys):
+    runpy.run_path(str(EXAMPLES / "quickstart.py"), run_name="__main__")
+    assert "NLL gap" in capsys.readouterr().out

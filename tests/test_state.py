@@ -1,0 +1,105 @@
+"""A saved posterior comes back as the very same posterior."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from laplace import Likelihood
+
+from laplace_debias import Laplace
+from tests import cases
+
+
+def saved(la) -> dict:
+    """The state after a round trip through a file that only holds plain data."""
+    file = io.BytesIO()
+    torch.save(la.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("debias", ["two-batch", "single"])
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+@pytest.mark.parametrize("case", [cases.MLP, cases.MLP_REGRESSION], ids=lambda c: c.name)
+def test_round_trip(case, subset, debias):
+    def build():
+        return Laplace(
+            case.model(), Likelihood(case.likelihood), subset, "kron", debias=debias,
+            prior_precision=3.0, temperature=0.5,
+        )  # fmt: skip
+
+    la = build()
+    if debias == "single":
+        la.fit(case.data(9), n_data=50)
+    else:
+        la.fit(case.data(9, 1), curvature_loader=case.data(9, 2), n_data=50)
+    la.prior_precision = torch.tensor([2.0] * la.n_layers)
+    again = build()
+    again.load_state_dict(saved(la))
+
+    def draw(posterior):
+        return posterior.sample(5, generator=torch.Generator().manual_seed(0))
+
+    assert torch.equal(draw(la), draw(again))
+    X = case.data(4, 3)[0]
+    for one, other in zip(la(X), again(X), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(la.log_marginal_likelihood(), again.log_marginal_likelihood())
+    if debias == "two-batch":
+        assert la.curvature_bias() == again.curvature_bias()
+
+
+def test_fitting_goes_on_after_loading():
+    case = cases.CNN
+    first = Laplace(case.model(), case.likelihood, "all", "kron", debias=True)
+    first.fit(case.data(9, 1), curvature_loader=case.data(9, 2), n_data=50)
+    second = Laplace(case.model(), case.likelihood, "all", "kron", debias=True)
+    second.load_state_dict(saved(first))
+    for la in (first, second):
+        la.fit(case.data(9, 3), override=False, curvature_loader=case.data(9, 4), n_data=50)
+    assert first.n_data == second.n_data == 100
+    for one, other in zip(first.H.eigenvalues, second.H.eigenvalues, strict=True):
+        for values, others in zip(one, other, strict=True):
+            torch.testing.assert_close(values, others)
+
+
+def other_width():
+    return torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4))
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_other_architecture_is_refused(subset):
+    la = Laplace(cases.MLP.model(), "classification", subset, "kron", debias=True)
+    la.fit(cases.MLP.data(9, 1), curvature_loader=cases.MLP.data(9, 2), n_data=50)
+    state = saved(la)
+    other = Laplace(other_width().double(), "classification", subset, "kron", debias=True)
+    with pytest.raises(ValueError, match=r"(?s)Expected the parameters.*model \[4, 6\].*Remedy"):
+        other.load_state_dict(state)
+    assert other._fitted is None
+    deeper = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh()).double()
+    other = Laplace(deeper, "classification", subset, "kron", debias=True)
+    with pytest.raises(ValueError, match="(?s)Expected.*Remedy"):
+        other.load_state_dict(state)
+
+
+def test_other_kind_is_refused():
+    la = Laplace(cases.MLP.model(), "classification", "all", "kron", debias=True)
+    la.fit(cases.MLP.data(9, 1), curvature_loader=cases.MLP.data(9, 2), n_data=50)
+    state = saved(la)
+    for other in (
+        Laplace(cases.MLP.model(), "classification", "last_layer", "kron", debias=True),
+        Laplace(cases.MLP.model(), "classification", "all", "kron", debias="single"),
+        Laplace(cases.MLP.model(), "regression", "all", "kron", debias=True),
+    ):
+        with pytest.raises(ValueError, match="Expected a state with .* Remedy"):
+            other.load_state_dict(state)
+
+
+def test_other_weights_warn():
+    la = Laplace(cases.MLP.model(0), "classification", "all", "kron", debias=True)
+    la.fit(cases.MLP.data(9, 1), curvature_loader=cases.MLP.data(9, 2), n_data=50)
+    other = Laplace(cases.MLP.model(1), "classification", "all", "kron", debias=True)
+    with pytest.warns(UserWarning, match="weights differ"):
+        other.load_state_dict(saved(la))
