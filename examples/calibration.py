@@ -58,23 +58,31 @@ def corrupt(X: Tensor, noise: float = 0.3, seed: int = 1) -> Tensor:
 
 
 # %% [markdown]
-# The network: two convolutions and a linear layer, trained until it fits its training data: then the
-# curvature of a mini-batch is most misleading.
+# The network is trained as in the paper: SGD with momentum, weight decay on the weights only, until
+# it fits its training data, for then the curvature of a mini-batch misleads most. As in the paper,
+# only weights are uncertain; biases are frozen. (Four layers are needed for the effect: without the
+# hidden linear layer the single mini-batch's bias is smaller than the spread between draws, and
+# there is little to gain from 64 data on. The table shows bias and spread for that reason.)
 
 
 # %%
 def train_network(data: TensorDataset, epochs: int, seed: int = 0) -> nn.Sequential:
-    """Train a small CNN with Adam, weight decay on the weights."""
+    """Train a small CNN of 38,000 weights, and freeze its biases."""
     torch.manual_seed(seed)
     model = nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1),
+        nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
-        nn.Conv2d(8, 16, 3, stride=2, padding=1),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(16 * 4 * 4, 10),
+        nn.Linear(32 * 4 * 4, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
     )
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    groups = [{"params": weights, "weight_decay": 1e-3}, {"params": biases}]
+    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     for _ in range(epochs):
         for X, y in DataLoader(data, batch_size=64, shuffle=True):
@@ -82,6 +90,8 @@ def train_network(data: TensorDataset, epochs: int, seed: int = 0) -> nn.Sequent
             nn.functional.cross_entropy(model(X), y).backward()
             optimizer.step()
         schedule.step()
+    for bias in biases:
+        bias.requires_grad_(False)
     return model.eval()
 
 
@@ -99,7 +109,7 @@ def run(small: bool, out: Path, progress_bar: bool = False) -> ComparisonResult:
         test, corrupted = (
             TensorDataset(*(tensor[:100] for tensor in data.tensors)) for data in (test, corrupted)
         )
-    model = train_network(train, epochs=5 if small else 40)
+    model = train_network(train, epochs=5 if small else 80)
     loaders = [DataLoader(data, batch_size=200) for data in (train, test, corrupted)]
     train_loader, test_loader, corrupted_loader = loaders
     for name, loader in (("training", train_loader), ("test", test_loader)):

@@ -8,7 +8,6 @@ use the same M data. Draws with larger budgets contain those with smaller ones.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -33,29 +32,18 @@ from laplace_debias.comparison import (
 )
 from laplace_debias.factory import Laplace
 from laplace_debias.fingerprints import data_hash, model_hash, posterior_hash
+from laplace_debias.links import check_link
 from laplace_debias.metrics import CalibrationMetrics, entropy_auroc
 from laplace_debias.model_state import evaluation_mode
 from laplace_debias.predictive import StructuredPredictor
+from laplace_debias.sweep import default_grid, run_sweep
 
-__all__ = ["compare", "paper_prior_precisions"]
+__all__ = ["compare"]
 
 _METRICS = ("accuracy", "nll", "ece", "brier", "mean_entropy")
-# inputs to probabilities, one [n, C] per prior precision
-_Predict = Callable[[Any], Iterable[Tensor]]
-
-
-def paper_prior_precisions(n_data: int) -> list[float]:
-    r"""The paper's grid: N times 13 log-equidistant :math:`\beta` from 1e-4 to 1, and 10.
-
-    Args:
-        n_data: Number N of training data.
-
-    Example:
-        >>> grid = paper_prior_precisions(100)
-        >>> len(grid), round(grid[0], 6), grid[-2:]
-        (14, 0.01, [100.0, 1000.0])
-    """
-    return [n_data * 10.0 ** (i / 3) for i in range(-12, 1)] + [10.0 * n_data]
+# reads a loader and hands over (i, probabilities [n, C], labels [n]) for each prior precision i
+_Update = Callable[[int, Tensor, Tensor], None]
+_Run = Callable[[Iterable[Any], _Update], None]
 
 
 def compare(
@@ -94,11 +82,12 @@ def compare(
             the test data by entropy; unlabelled ones, ``X``, only the latter and mean entropy.
         budgets: Numbers M of data per draw, even.
         n_draws: Number of draws per budget.
-        prior_precisions: Grid, in laplace-torch's units; `paper_prior_precisions` if not given.
+        prior_precisions: Grid, in laplace-torch's units; by default the paper's,
+            `laplace_debias.sweep.default_grid`.
         methods: Which to run. Any other ``debias`` mode of `Laplace` (say ``"crossfit"``) runs on
             all M data under that name.
         subset_of_weights: ``"all"`` or ``"last_layer"``.
-        link_approx: ``"probit"``, or ``"mc"`` for samples of the weights as in the paper.
+        link_approx: ``"probit"``, ``"mc"`` (the paper's), ``"bridge"`` or ``"bridge_norm"``.
         n_samples: Number of samples for ``"mc"``.
         reference: A fitted approximation to use as the reference, e.g. one loaded from a file;
             it says ``"full"`` unless ``reference_size`` tells otherwise.
@@ -128,8 +117,9 @@ def compare(
         >>> result.methods, len(result.rows)  # 1 + 14 grid points * (2 + 2 + 1)
         (('vanilla', 'single', 'debiased', 'full'), 71)
     """
-    N = _check(train_loader, budgets, n_draws, link_approx, reference_size)
-    grid = paper_prior_precisions(N) if prior_precisions is None else list(prior_precisions)
+    check_link(link_approx)
+    N = _check(train_loader, budgets, n_draws, reference_size)
+    grid = list(map(float, default_grid(N) if prior_precisions is None else prior_precisions))
     sets = _named_sets(test_loader, ood_loader)
     config = {
         "model": model_hash(model),
@@ -145,9 +135,8 @@ def compare(
     }
     store = CellStore(folder, config)
 
-    def evaluated(predict: _Predict, deltas: list[float | None], **row: Any) -> list[dict]:
-        key_y = laplace_kwargs.get("dict_key_y", "labels")
-        values = _evaluate_sets(model, predict, sets, len(deltas), n_bins, key_y)
+    def evaluated(run: _Run, deltas: list[float | None], **row: Any) -> list[dict]:
+        values = _evaluate_sets(run, sets, len(deltas), n_bins)
         pairs = zip(deltas, values, strict=True)
         return [asdict(ComparisonRow(**row, prior_precision=d, metrics=v)) for d, v in pairs]
 
@@ -163,15 +152,16 @@ def compare(
                 model, "classification", subset_of_weights, "kron", debias=debias, **laplace_kwargs
             )
             la.fit(first, curvature_loader=second[0] if second else None, n_data=N)
-        predict = _laplace_predictor(la, grid, link_approx, n_samples, seed)
+        run = _laplace_run(la, grid, link_approx, n_samples, seed)
         row = dict(method=method, budget=budget, batch_size=size, draw=max(draw, 0))
-        return evaluated(predict, grid, **row)
+        return evaluated(run, grid, **row)
 
     cells: dict[str, Callable[[], list[dict]]] = {}
     for method in methods:
         if method == VANILLA:
             row = dict(method=VANILLA, budget=0, batch_size=0, draw=0)
-            cells[VANILLA] = lambda row=row: evaluated(_vanilla(model), [None], **row)
+            run = _vanilla_run(model, laplace_kwargs.get("dict_key_y", "labels"))
+            cells[VANILLA] = lambda run=run, row=row: evaluated(run, [None], **row)
         elif method in (FULL, LARGE):
             size, name = (N, FULL) if reference_size is None else (reference_size, LARGE)
             key = name if size == N else f"{name}-{size}"
@@ -183,8 +173,9 @@ def compare(
                     lambda m=method, b=budget, d=draw: laplace_cell(m, b, d)
                 )
     rows = []
-    for name, make in tqdm(cells.items(), "compare", disable=not progress_bar):
-        rows += [ComparisonRow(**row) for row in store.get(name, make)]
+    with torch.random.fork_rng(devices=[]):  # reading a DataLoader draws from the global state
+        for name, make in tqdm(cells.items(), "compare", disable=not progress_bar):
+            rows += [ComparisonRow(**row) for row in store.get(name, make)]
     return ComparisonResult(tuple(rows), N, config)
 
 
@@ -192,7 +183,6 @@ def _check(
     train_loader: DataLoader,
     budgets: Sequence[int],
     n_draws: int,
-    link_approx: str,
     reference_size: int | None,
 ) -> int:
     """Return N; raise if the arguments do not fit together."""
@@ -216,8 +206,6 @@ def _check(
         )
     if n_draws < 1:
         raise ValueError(f"Expected n_draws >= 1, got {n_draws}. Remedy: the paper's is 5.")
-    if link_approx not in ("probit", "mc"):
-        raise ValueError(f"Expected link_approx 'probit' or 'mc', got {link_approx!r}.")
     return N
 
 
@@ -247,57 +235,61 @@ def _draw_loaders(
     ]
 
 
-def _vanilla(model: nn.Module) -> _Predict:
-    """Probabilities of the plain model, as a list of one."""
+def _vanilla_run(model: nn.Module, key_y: str) -> _Run:
+    """Predictions of the plain model."""
 
     @torch.no_grad()
-    def predict(X: Any) -> Iterable[Tensor]:
-        return [model(X).softmax(-1)]
+    def run(loader: Iterable[Any], update: _Update) -> None:
+        device = next(model.parameters()).device
+        with evaluation_mode(model):
+            for batch in loader:
+                X, y = unpack(batch, device, key_y)
+                update(0, model(X).softmax(-1), y)
 
-    return predict
+    return run
 
 
-def _laplace_predictor(
+def _laplace_run(
     la: KronLaplace, grid: list[float], link_approx: str, n_samples: int, seed: int
-) -> _Predict:
-    r"""Probabilities for every prior precision.
+) -> _Run:
+    """Predictions of the linearised network for every prior precision.
 
-    Probit: :math:`\mathrm{softmax}(f_c / \sqrt{1 + \pi / 8 \, \Sigma_{cc}})`. Monte Carlo: the mean
-    of the softmax over samples of the linearised network, from the same seed for every mini-batch.
+    Every set starts from the same random numbers, whatever the method or draw.
     """
-    predictor = StructuredPredictor(la, grid)
+    predictor = StructuredPredictor(la, grid, keep_graph=False)
 
-    def predict(X: Any) -> Iterable[Tensor]:
-        if link_approx == "probit":
-            out = predictor(X, diagonal_output=True)  # [n, C] and [k, n, C]
-            return (out.mean / (1 + math.pi / 8 * out.covariance).sqrt()).softmax(-1)
+    def run(loader: Iterable[Any], update: _Update) -> None:
         generator = torch.Generator(la._device).manual_seed(seed)
-        _, samples = predictor.samples(X, n_samples, generator)  # [k, S, n, C]
-        return samples.softmax(-1).mean(1)
+        run_sweep(
+            predictor,
+            loader,
+            lambda i, prediction, y: update(i, prediction[0], y),
+            link_approx=link_approx,
+            n_samples=n_samples,
+            generator=generator,
+        )
 
-    return predict
+    return run
 
 
 def _evaluate_sets(
-    model: nn.Module,
-    predict: _Predict,
-    sets: dict[str, Iterable[Any]],
-    k: int,
-    n_bins: int,
-    key_y: str,
+    run: _Run, sets: dict[str, Iterable[Any]], k: int, n_bins: int
 ) -> list[dict[str, float]]:
     """Metrics of k predictions on every set."""
-    device = next(model.parameters()).device
     values: list[dict[str, float]] = [{} for _ in range(k)]
     id_entropies: list[Tensor] = []
     for prefix, loader in sets.items():
         metrics = [CalibrationMetrics(n_bins) for _ in range(k)]
-        with evaluation_mode(model):
-            for batch in loader:
-                labelled = not isinstance(batch, Tensor)
-                X, y = unpack(batch, device, key_y) if labelled else (batch.to(device), None)
-                for metric, probs in zip(metrics, predict(X), strict=True):
-                    metric.update_ood(probs) if y is None else metric.update(probs, y)
+        # a bare tensor has no labels: an array of shape [n, 0] stands for them
+        pairs = ((b, torch.empty(len(b), 0)) if isinstance(b, Tensor) else b for b in loader)
+
+        def update(i: int, probs: Tensor, y: Tensor, metrics: list = metrics) -> None:
+            if y.shape[1:] == (0,):
+                metrics[i].update_ood(probs)
+            else:
+                metrics[i].update(probs, y)
+
+        run(pairs, update)
         for i, metric in enumerate(metrics):
             values[i] |= _set_values(metric, prefix, id_entropies[i] if prefix else None)
         id_entropies = id_entropies or [metric.entropies for metric in metrics]
@@ -308,9 +300,10 @@ def _set_values(
     metric: CalibrationMetrics, prefix: str, id_entropies: Tensor | None
 ) -> dict[str, float]:
     """Numbers of one set, named with its prefix."""
-    if metric.n_data == 0 and metric.n_ood == 0:
-        name = f"The OOD loader '{prefix}'" if prefix else "`test_loader`"
-        raise ValueError(f"{name} is empty; expected at least one datum. Remedy: check its data.")
+    if metric.n_data + (metric.n_ood if prefix else 0) == 0:
+        name = f"the OOD loader '{prefix}'" if prefix else "`test_loader`"
+        expected = "datum" if prefix else "labelled datum"
+        raise ValueError(f"Expected at least one {expected} in {name}, got none.")
     values: dict[str, float] = {}
     if metric.n_data:
         report = metric.compute()
