@@ -39,7 +39,7 @@ def _label(metric: str) -> str:
 
 def _subplots(n: int) -> np.ndarray:
     """Make n axes side by side."""
-    return plt.subplots(1, n, figsize=(4.2 * n, 3.4), layout="constrained", squeeze=False)[1][0]
+    return plt.subplots(1, n, figsize=(4.6 * n, 3.6), layout="constrained", squeeze=False)[1][0]
 
 
 def plot_comparison(
@@ -88,7 +88,7 @@ def _comparison_panel(ax: Axes, result: ComparisonResult, metric: str) -> None:
         curves.setdefault((point.method, point.budget), []).append(point)
     # points of different curves at one prior precision stand side by side
     dodged = [key for key in curves if key[0] not in (VANILLA, FULL, LARGE)]
-    offsets = dict(zip(dodged, np.linspace(-0.06, 0.06, max(len(dodged), 1)), strict=False))
+    offsets = dict(zip(dodged, np.linspace(-0.1, 0.1, max(len(dodged), 1)), strict=False))
     strangers = [m for m in result.methods if m not in (VANILLA, *_COLORS)]
     styles = {m: (_COLORS[m], _MARKERS.get(m, "x")) for m in _COLORS}
     styles |= {m: _OTHERS[i % len(_OTHERS)] for i, m in enumerate(strangers)}
@@ -110,9 +110,8 @@ def _comparison_panel(ax: Axes, result: ComparisonResult, metric: str) -> None:
         x = beta * 10 ** offsets[method, budget]
         low, high = ([getattr(point, end) for point in points] for end in ("min", "max"))
         ax.vlines(x, low, high, color=shade, linewidth=1.5)
-        size = points[0], result.select(method, budget)[0].batch_size
-        parts = budget // size[1] if size[1] else 1
-        label = f"{method}, {f'{parts} x ' if parts > 1 else ''}{size[1]}"
+        size = result.select(method, budget)[0].batch_size
+        label = f"{method}, {size}" if size == budget else f"{method}, {budget // size} x {size}"
         ax.plot(x, mean, marker, color=shade, mec=_lighten(color, 0.0), mew=0.5, ms=5, label=label)
     ax.set(xscale="log", xlabel=r"prior precision $\beta$", ylabel=_label(metric))
 
@@ -180,7 +179,8 @@ def plot_runtimes(
         raise ValueError("Expected runtimes of at least one method, got none.")
     if ax is None:
         ax = plt.subplots(figsize=(1.5 + 1.9 * len(runtimes), 3.2), layout="constrained")[1]
-    stages = list(dict.fromkeys(stage for times in runtimes.values() for stage in times))
+    by_length = sorted(runtimes.values(), key=len, reverse=True)  # the most complete sets the order
+    stages = list(dict.fromkeys(stage for times in by_length for stage in times))
     columns = [*stages, "total"]
     width = 0.8 / len(columns)
     hatches = ("", "//", "..", "xx", "\\\\")
