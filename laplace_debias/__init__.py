@@ -4,6 +4,9 @@ from laplace_debias.curvature_bias import CurvatureBias, LayerBias
 from laplace_debias.factory import Laplace
 from laplace_debias.kron_laplace import DebiasedKronLaplace, DebiasedKronLLLaplace
 from laplace_debias.layers import freeze_unsupported
+from laplace_debias.predictive import LinearizedPredictive, linearized_predictive
+from laplace_debias.sweep import default_grid, sweep_prior_precision
+from laplace_debias.sweep_result import SweepResult
 
 __all__ = [
     # the posterior
@@ -12,6 +15,12 @@ __all__ = [
     "DebiasedKronLLLaplace",
     # the model
     "freeze_unsupported",
+    # prediction and prior precision
+    "linearized_predictive",
+    "LinearizedPredictive",
+    "sweep_prior_precision",
+    "SweepResult",
+    "default_grid",
     # diagnosis
     "CurvatureBias",
     "LayerBias",

@@ -21,6 +21,8 @@ from laplace_debias.factors import rebuild
 from laplace_debias.fitting import Fitted, accumulate_roles, check_seen, fit_factors
 from laplace_debias.predicting import Predicting
 from laplace_debias.state import load_state, save_state
+from laplace_debias.structured_glm import StructuredGLM
+from laplace_debias.tuning import Tuning
 
 __all__ = ["DebiasedPosterior", "debias_mode"]
 
@@ -54,7 +56,7 @@ def debias_mode(debias: bool | str) -> str:
     )
 
 
-class DebiasedPosterior(Predicting):
+class DebiasedPosterior(Predicting, Tuning, StructuredGLM):
     """What both debiased classes share; comes before laplace-torch's class in the bases."""
 
     _fitted: Fitted | None = None
@@ -140,6 +142,9 @@ class DebiasedPosterior(Predicting):
 
     def curvature_bias(self, fraction: float = 0.1) -> CurvatureBias:
         """How far the directions' data over-estimated their top curvature, per layer.
+
+        Two mini-batches are one draw: where few data carry most of the curvature, the noise of
+        the overall scale can hide the bias, and a ratio below 1 at both ends says just that.
 
         Args:
             fraction: Share of a layer's directions that counts as its top, and as its bottom.

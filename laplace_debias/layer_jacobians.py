@@ -56,7 +56,8 @@ class LayerJacobians:
         """Look at one or two data; return the bytes that a datum will need.
 
         Counted are the output gradients of all layers and outputs, the activations the graph
-        holds, and the patches of the largest layer, before and after rotation.
+        holds, the patches of the largest layer, before and after rotation, and the Jacobians that
+        have to be formed.
         """
         n = size_of(x, self.key)
         if self.dims is None and n > 1:
@@ -69,7 +70,10 @@ class LayerJacobians:
             d_in = call.module.weight[0].numel()
             R, groups = call.positions(1), getattr(call.module, "groups", 1)
             largest = max(largest, 2 * R * groups * d_in + C * outputs)
-        return (held + largest) * torch.finfo(compute_dtype(probe.f.dtype)).bits // 8
+        for block in self.blocks:
+            if isinstance(self._sources(block, probe, min(n, 2)), str):
+                held += 2 * C * block.param.numel()  # its Jacobian will be formed
+        return max(1, held + largest) * torch.finfo(compute_dtype(probe.f.dtype)).bits // 8
 
     def contract(self, x: Inputs, mode: str) -> tuple[Tensor, Tensor]:
         """Return the outputs ``[n, C]`` and the sum over blocks of their contractions.
@@ -80,7 +84,7 @@ class LayerJacobians:
                 ``"joint"`` (``[n * C, n * C, k]``).
         """
         capture = run(self.model, x, self.modules, self.keep_graph)
-        n = len(capture.f)
+        n, C = capture.f.shape
         sources: dict[int, list[Source]] = {}
         others: list[EigenBlock] = []
         for block in self.blocks:
@@ -104,6 +108,9 @@ class LayerJacobians:
                 chunks = maths.dense_jacobians(J.to(block.lam.dtype), block.Q, mode == "joint")
                 part = maths.contract(chunks, block.inverses, mode)
                 total = part if total is None else total + part
+        if total is None:  # no parameter has any influence
+            shape = {"variance": (n, C), "covariance": (n, C, C), "joint": (n * C, n * C)}[mode]
+            total = self.blocks[0].lam.new_zeros(*shape, len(self.blocks[0].delta))
         return capture.f, total
 
     def _sources(self, block: EigenBlock, capture: Capture, n: int) -> list[Source] | str:

@@ -91,13 +91,6 @@ class Predicting:
         finally:
             self._generator = None
 
-    def _glm_functional_samples(
-        self, f_mu, f_var, n_samples, diagonal_output=False, generator=None
-    ) -> Tensor:
-        return super()._glm_functional_samples(
-            f_mu, f_var, n_samples, diagonal_output, generator or self._generator
-        )
-
     def _network_samples(self, X, n_samples, generator=None, **model_kwargs) -> Iterator[Tensor]:
         """Outputs of sampled networks, one after the other."""
         if isinstance(X, Tensor):
