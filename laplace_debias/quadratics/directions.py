@@ -5,11 +5,13 @@ The search directions of conjugate gradients, the other such set, come with :fun
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+_PROBES = 4  # random vectors that look for what a Krylov space cannot see
 
 
 class SymmetricOperator(Protocol):
@@ -84,8 +86,9 @@ def top_eigenvectors(
 
     Thick-restarted block Lanczos with full orthogonalisation: a Krylov basis grows by blocks of
     vectors that go through the model together, the Rayleigh-Ritz values in it give eigenpairs, and
-    when the basis is full it is compressed to its leading Ritz vectors. All tensors stay on the
-    operator's device. The basis holds about ``2 k`` vectors.
+    when the basis is full it is compressed to its leading Ritz vectors. At the end a few random
+    vectors look for eigenvalues that were missed, as copies of a multiple one may be. All tensors
+    stay on the operator's device. The basis holds about ``2 k`` vectors.
 
     Args:
         H: Symmetric operator, shape ``(P, P)``.
@@ -148,10 +151,18 @@ def top_eigenvectors(
         V_next, B = _orthonormal_remainder(Q[:, :n], W, scale)
         residuals = (B.double() @ S[n - m :, :k]).norm(dim=0)  # [k], exact but for rounding
         if n == P or (n >= k and float(residuals.max()) <= tol * scale):
-            return Eigenpairs(
-                lam[:k].to(H.dtype), Q[:, :n] @ S[:, :k].to(H.dtype),
-                residuals.to(H.dtype), products,
-            )
+            U = Q[:, :n] @ S[:, :k].to(H.dtype)
+            if n < P and b < k:
+                products += 3 * _PROBES
+                if _largest_outside(H, U, generator) > float(lam[k - 1]) + 100 * tol * scale:
+                    # copies of a multiple eigenvalue are missing: a block finds as many as it has
+                    # columns
+                    again = top_eigenvectors(
+                        H, k, block_size=2 * b, tol=tol, max_products=max_products,
+                        generator=generator,
+                    )
+                    return replace(again, num_products=again.num_products + products)
+            return Eigenpairs(lam[:k].to(H.dtype), U, residuals.to(H.dtype), products)
         if products >= max_products:
             raise RuntimeError(
                 f"Expected {k} eigenpairs within {max_products} products, but the largest relative "
@@ -180,6 +191,26 @@ def _orthonormal_remainder(Q: Tensor, W: Tensor, scale: float) -> tuple[Tensor, 
     V = V - Q @ (Q.T @ V)  # directions of small sigma carry rounding errors of W
     V, R = torch.linalg.qr(V)
     return V, R @ (sigma[:rank, None] * Vh[:rank])
+
+
+def _largest_outside(H: SymmetricOperator, U: Tensor, generator: torch.Generator) -> float:
+    """Estimate the largest eigenvalue in the complement of span(U) from below, by 3 block steps."""
+    V = _random_block(U, min(_PROBES, len(U) - U.shape[1]), generator)
+    basis, images = [], []
+    for _ in range(3):
+        W = H @ V
+        basis.append(V)
+        images.append(W)
+        known = torch.cat([U, *basis], 1)
+        W = W - known @ (known.T @ W)
+        V = torch.linalg.qr(W - known @ (known.T @ W)).Q
+    Q, HQ = torch.cat(basis, 1), torch.cat(images, 1)
+    # eigenvalues of the pencil, so that columns of a vanished remainder do no harm
+    gram, T = (Q.T @ Q).double(), (Q.T @ HQ).double()
+    scale, basis_of_gram = torch.linalg.eigh(gram)
+    root = basis_of_gram[:, scale > 0.5] / scale[scale > 0.5].sqrt()
+    T = root.T @ (T + T.T) @ root / 2
+    return float(torch.linalg.eigvalsh(T)[-1])
 
 
 def _random_block(Q: Tensor, b: int, generator: torch.Generator) -> Tensor:

@@ -224,7 +224,7 @@ class Quadratic:
         return gram + D.T @ (self._l2_diagonal[:, None] * D)
 
     def value(self, theta: Tensor) -> Tensor:
-        """Evaluate ``q`` at ``theta`` (``[P]`` gives a scalar) or at many (``[P, K]`` gives ``[K]``)."""
+        """Evaluate ``q`` at ``theta``: ``[P]`` gives a scalar, many ``[P, K]`` give ``[K]``."""
         self._check_vectors(theta)
         x = theta.reshape(len(theta), -1) - self.theta0[:, None]
         value = 0.5 * self.gram(x).diagonal() + self.gradient @ x + self.constant
