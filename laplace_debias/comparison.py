@@ -1,0 +1,265 @@
+r"""The result of a comparison: tidy rows, and how far each method is from the reference.
+
+Notation: :math:`m_{d,\beta}` is a metric of a method fitted on draw d of its data, at prior
+precision :math:`\beta`, and :math:`r_\beta` the same of the reference (the approximation of the
+whole training set). Bars over it are means over draws.
+
+- gap: mean over d and :math:`\beta` of :math:`|m_{d,\beta} - r_\beta|`;
+- bias: mean over :math:`\beta` of :math:`|\bar m_\beta - r_\beta|`, what no averaging removes;
+- spread: mean over :math:`\beta` of the standard deviation of :math:`m_{d,\beta}` over d;
+- gap ratio: the gap of a method divided by that of the single mini-batch with as many data.
+
+Debiasing pays where the single mini-batch's bias exceeds its spread.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+__all__ = ["ComparisonResult", "ComparisonRow", "Gap", "Summary"]
+
+VANILLA, SINGLE, DEBIASED, FULL, LARGE = "vanilla", "single", "debiased", "full", "large-batch"
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """Every metric of one method, fitted on one draw, at one prior precision.
+
+    Attributes:
+        method: ``"vanilla"``, ``"single"``, ``"debiased"``, ``"full"`` or ``"large-batch"``.
+        budget: Number of data the curvature was computed from, over all roles; 0 for vanilla.
+        batch_size: Number of data per role: half the budget for two roles.
+        draw: Which draw of the data; 0 where there is only one.
+        prior_precision: In laplace-torch's units; ``None`` for vanilla, which has none.
+        metrics: Values by name.
+    """
+
+    method: str
+    budget: int
+    batch_size: int
+    draw: int
+    prior_precision: float | None
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One metric of one method at one prior precision, over draws."""
+
+    method: str
+    budget: int
+    prior_precision: float | None
+    mean: float
+    min: float
+    max: float
+    n_draws: int
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Distance of a method from the reference; see the module's docstring."""
+
+    method: str
+    budget: int
+    gap: float
+    bias: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class ComparisonResult:
+    """What `compare` found.
+
+    Attributes:
+        rows: One per method, budget, draw and prior precision.
+        n_data: Number N of training data. ``prior_precision / n_data`` is the paper's beta.
+        config: The settings that decide the numbers.
+
+    Example:
+        >>> def row(method, draw, nll):
+        ...     return ComparisonRow(method, 8, 8, draw, 1.0, {"nll": nll})
+        >>> rows = [row("full", 0, 1.0), row("single", 0, 2.0), row("single", 1, 1.5)]
+        >>> rows += [row("debiased", 0, 1.1), row("debiased", 1, 0.8)]
+        >>> result = ComparisonResult(tuple(rows), n_data=100, config={})
+        >>> {budget: round(ratio, 6) for budget, ratio in result.gap_ratio("nll").items()}
+        {8: 0.2}
+    """
+
+    rows: tuple[ComparisonRow, ...]
+    n_data: int
+    config: dict[str, Any]
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics."""
+        return tuple(self.rows[0].metrics) if self.rows else ()
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Names of the methods, in order of appearance."""
+        return tuple(dict.fromkeys(row.method for row in self.rows))
+
+    @property
+    def reference(self) -> str:
+        """Name of the reference: ``"full"``, or ``"large-batch"`` if it saw part of the data."""
+        for name in (FULL, LARGE):
+            if name in self.methods:
+                return name
+        raise ValueError(
+            f"Expected a reference ('{FULL}' or '{LARGE}') among the methods, got {self.methods}. "
+            f"Remedy: run the comparison with the method '{FULL}'."
+        )
+
+    def budgets(self, method: str) -> tuple[int, ...]:
+        """Return the budgets of a method, smallest first."""
+        return tuple(sorted({row.budget for row in self.rows if row.method == method}))
+
+    def select(self, method: str, budget: int | None = None) -> tuple[ComparisonRow, ...]:
+        """Return the rows of a method, of one budget if given."""
+        return tuple(
+            row
+            for row in self.rows
+            if row.method == method and (budget is None or row.budget == budget)
+        )
+
+    def summary(self, metric: str) -> tuple[Summary, ...]:
+        """Return mean, minimum and maximum over draws of one metric, for every curve's points.
+
+        Args:
+            metric: One of ``metrics``.
+        """
+        groups: dict[tuple, list[float]] = {}
+        for row in self.rows:
+            key = (row.method, row.budget, row.prior_precision)
+            groups.setdefault(key, []).append(self._value(row, metric))
+        return tuple(
+            Summary(*key, fmean(values), min(values), max(values), len(values))
+            for key, values in groups.items()
+        )
+
+    def gap(self, metric: str, method: str, budget: int) -> Gap:
+        """Return the distance of a method from the reference.
+
+        Args:
+            metric: One of ``metrics``.
+            method: One of ``methods``.
+            budget: One of ``budgets(method)``.
+        """
+        reference = {
+            row.prior_precision: self._value(row, metric) for row in self.select(self.reference)
+        }
+        curves: dict[float | None, list[float]] = {}
+        for row in self.select(method, budget):
+            curves.setdefault(row.prior_precision, []).append(self._value(row, metric))
+        if not curves:
+            raise ValueError(
+                f"Expected a method and one of its budgets, got {method!r} and {budget}. Remedy: "
+                f"choose from { {name: self.budgets(name) for name in self.methods} }."
+            )
+        if None in curves:  # vanilla: a horizontal line
+            curves = {delta: curves[None] for delta in reference}
+        if set(curves) - set(reference):
+            missing = sorted(set(curves) - set(reference))
+            raise ValueError(
+                f"Expected the reference at every prior precision of {method!r}, got none at "
+                f"{missing}. Remedy: run both over the same grid."
+            )
+        distances = [abs(v - reference[d]) for d, values in curves.items() for v in values]
+        biases = [abs(fmean(values) - reference[d]) for d, values in curves.items()]
+        spreads = [stdev(values) if len(values) > 1 else 0.0 for values in curves.values()]
+        return Gap(method, budget, fmean(distances), fmean(biases), fmean(spreads))
+
+    def gap_ratio(
+        self, metric: str = "nll", method: str = DEBIASED, baseline: str = SINGLE
+    ) -> dict[int, float]:
+        """Return the gap of a method divided by that of a baseline, per common budget.
+
+        Below 1 the method is nearer to the reference than the baseline with as many data.
+
+        Args:
+            metric: One of ``metrics``.
+            method: Numerator.
+            baseline: Denominator.
+
+        Returns:
+            Ratios by budget; ``nan`` where the baseline has no gap.
+        """
+        ratios = {}
+        for budget in self.budgets(method):
+            if budget in self.budgets(baseline):
+                below = self.gap(metric, baseline, budget).gap
+                above = self.gap(metric, method, budget).gap
+                ratios[budget] = above / below if below > 0 else math.nan
+        return ratios
+
+    def table(self, metrics: Sequence[str] | None = None) -> str:
+        """Return gaps, biases, spreads and gap ratios as text, one line per metric and budget.
+
+        Args:
+            metrics: Which metrics; all if not given.
+        """
+        others = [m for m in self.methods if m not in (VANILLA, SINGLE, FULL, LARGE)]
+        names = [name for name in (SINGLE, *others) if name in self.methods]
+        head = ["metric", "budget"]
+        head += [f"{name} {part}" for name in names for part in ("gap", "bias", "spread")]
+        ratios_of = [name for name in others if SINGLE in self.methods]
+        head += [f"{name}/{SINGLE}" for name in ratios_of]
+        lines = [head]
+        for metric in metrics or self.metrics:
+            ratios = {name: self.gap_ratio(metric, name) for name in ratios_of}
+            for budget in sorted({b for name in names for b in self.budgets(name)}):
+                line = [metric, str(budget)]
+                for name in names:
+                    known = budget in self.budgets(name)
+                    gap = self.gap(metric, name, budget) if known else None
+                    parts = (gap.gap, gap.bias, gap.spread) if gap else (math.nan,) * 3
+                    line += [f"{value:.4f}" for value in parts]
+                line += [f"{ratios[name].get(budget, math.nan):.2f}" for name in ratios_of]
+                lines.append(line)
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
+            for line in lines
+        )
+
+    def __str__(self) -> str:
+        """Return the table."""
+        return self.table()
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Return everything as JSON, for `from_json`."""
+        return json.dumps(asdict(self), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> ComparisonResult:
+        """Read what `to_json` wrote."""
+        content = json.loads(text)
+        rows = tuple(ComparisonRow(**row) for row in content["rows"])
+        return cls(rows, content["n_data"], content["config"])
+
+    def to_csv(self) -> str:
+        """Return the rows as CSV with a header, one column per metric."""
+        buffer = io.StringIO()
+        keys = ["method", "budget", "batch_size", "draw", "prior_precision"]
+        writer = csv.writer(buffer, lineterminator="\n")
+        writer.writerow([*keys, *self.metrics])
+        for row in self.rows:
+            values: Iterable[Any] = (getattr(row, key) for key in keys)
+            writer.writerow([*values, *(self._value(row, name) for name in self.metrics)])
+        return buffer.getvalue()
+
+    def _value(self, row: ComparisonRow, metric: str) -> float:
+        """Return one metric of a row, or say which there are."""
+        if metric not in row.metrics:
+            raise ValueError(
+                f"Expected a metric among {tuple(row.metrics)}, got {metric!r}. Remedy: choose one "
+                "of them, or run the comparison with the data it needs."
+            )
+        return row.metrics[metric]

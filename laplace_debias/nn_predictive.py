@@ -1,0 +1,60 @@
+"""Sampling networks: weights drawn from the posterior, pushed through the network itself.
+
+laplace-torch writes each sample into the model's parameters, which leaves them aliasing the
+posterior mean, or a sample if the forward pass raises. Here the model is called with other
+parameters and never written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from laplace.utils import FeatureExtractor
+from torch import Tensor, nn
+from torch.func import functional_call
+
+__all__ = ["network_samples"]
+
+
+def network_samples(
+    model: nn.Module,
+    names: Sequence[str],
+    samples: Tensor,
+    X: Tensor | MutableMapping[str, Any],
+    **model_kwargs: Any,
+) -> Iterator[Tensor]:
+    r"""Outputs :math:`f(X; \theta_s)` of the network for each weight sample :math:`\theta_s`.
+
+    Args:
+        model: The network; for last-layer samples a ``FeatureExtractor``, whose features are then
+            computed once for all samples.
+        names: Names of the sampled parameters: those of ``model``, or of the last layer for a
+            ``FeatureExtractor``.
+        samples: Weight samples, ``[S, P]``, P the number of entries of these parameters.
+        X: Inputs, ``[n, ...]`` or a mapping.
+        **model_kwargs: Handed to the model's forward pass.
+
+    Yields:
+        One output ``[n, ..., C]`` per sample.
+
+    Example:
+        >>> net = nn.Linear(2, 1, bias=False)
+        >>> samples = torch.tensor([[1.0, 0.0], [0.0, 3.0]])
+        >>> [f.item() for f in network_samples(net, ["weight"], samples, torch.ones(1, 2))]
+        [1.0, 3.0]
+    """
+    if isinstance(model, FeatureExtractor):
+        features = model.forward_with_features(X, **model_kwargs)[1]
+        root, args, kwargs = model.last_layer, (features,), {}
+    else:
+        root, args, kwargs = model, (X,), model_kwargs
+    shapes = [root.get_parameter(name).shape for name in names]
+    sizes = [shape.numel() for shape in shapes]
+    for sample in samples:
+        parts = torch.split(sample, sizes)
+        weights = {
+            name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)
+        }
+        yield functional_call(root, weights, args, kwargs)

@@ -1,0 +1,222 @@
+"""What the debiased posteriors share: fitting on roles, diagnosis, saving.
+
+The maths is in :mod:`laplace_debias.factors` and :mod:`laplace_debias.fitting`; this wires it to
+laplace-torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from laplace.utils import Kron, KronDecomposed
+from torch.nn.utils import parameters_to_vector
+
+from laplace_debias.backends import factor_function
+from laplace_debias.batches import role_batches, training_size, unpack
+from laplace_debias.curvature_bias import CurvatureBias, curvature_bias
+from laplace_debias.factors import rebuild
+from laplace_debias.fitting import Fitted, accumulate_roles, check_seen, fit_factors
+from laplace_debias.predicting import Predicting
+from laplace_debias.state import load_state, save_state
+
+__all__ = ["DebiasedPosterior", "debias_mode"]
+
+TWO_BATCH, SINGLE = "two-batch", "single"
+
+
+def debias_mode(debias: bool | str) -> str:
+    """The name of a debiasing method.
+
+    Args:
+        debias: ``True`` or ``"two-batch"``, or ``"single"``.
+
+    Returns:
+        ``"two-batch"`` or ``"single"``.
+
+    Raises:
+        ValueError: For anything else.
+
+    Example:
+        >>> debias_mode(True)
+        'two-batch'
+    """
+    if debias is True:
+        return TWO_BATCH
+    if isinstance(debias, str) and debias in (TWO_BATCH, SINGLE):
+        return debias
+    raise ValueError(
+        "Expected `debias` to be True or 'two-batch' (directions from one mini-batch, curvatures "
+        "from another), 'single' (one mini-batch for both, biased) or False (laplace-torch's own "
+        f"class), got {debias!r}. Remedy: `Laplace(model, ..., debias=True)`."
+    )
+
+
+class DebiasedPosterior(Predicting):
+    """What both debiased classes share; comes before laplace-torch's class in the bases."""
+
+    _fitted: Fitted | None = None
+
+    def fit(
+        self,
+        train_loader: Iterable[Any],
+        override: bool = True,
+        progress_bar: bool = False,
+        *,
+        curvature_loader: Iterable[Any] | None = None,
+        n_data: int | None = None,
+    ) -> None:
+        r"""Fit the posterior on the mini-batches of one or two loaders.
+
+        One loader: its first mini-batch gives the directions, its second the curvatures, and the
+        rest is not read. Two loaders: all of ``train_loader`` gives the directions, all of
+        ``curvature_loader`` the curvatures, of any two sizes. With ``debias="single"`` everything
+        in ``train_loader`` gives both. The M data of each role stand for all N training data:
+
+        .. math:: H = U \,\mathrm{diag}(\mathrm{diag}(U^\top K_2 U))\, U^\top, \qquad
+                  K_1 = U \Lambda U^\top,
+
+        with :math:`K_1, K_2` the K-FAC matrices of both roles, scaled by N / M. The loss that
+        enters ``log_marginal_likelihood`` is scaled in the same way.
+
+        The model is left as it was (laplace-torch's attribute ``output_size`` is set on it); if
+        anything raises, this object is left as it was, too.
+
+        Args:
+            train_loader: A loader of mini-batches ``(X, y)`` or mappings, any iterable of them, or
+                one mini-batch ``(X, y)``.
+            override: Whether to forget earlier fits. With ``False`` the factors of each role are
+                added to those of earlier fits, each with its own N, and decomposed again (all
+                weights only).
+            progress_bar: Whether to show one, advanced by mini-batches.
+            curvature_loader: The data for the curvatures.
+            n_data: N, by default ``len(train_loader.dataset)``.
+
+        Raises:
+            ValueError: If the loaders, targets or inputs do not fit; see the messages.
+        """
+        if curvature_loader is not None and self.debias == SINGLE:
+            raise ValueError(
+                "Expected no `curvature_loader` with debias='single', which measures curvatures "
+                "on the data that chose the directions; got one. Remedy: use debias=True."
+            )
+        N = training_size(train_loader, curvature_loader, n_data)
+        batches = role_batches(train_loader, curvature_loader, self.debias == TWO_BATCH)
+        first = next(batches)
+        self._prepare(first[1], override)
+        past = None if override or self._fitted is None else (self._fitted, self.n_data)
+
+        with factor_function(
+            self._backend_cls,
+            self.model,
+            self._likelihood,
+            last_layer=self._last_layer,
+            backend_kwargs={
+                "dict_key_x": self.dict_key_x,
+                "dict_key_y": self.dict_key_y,
+                **self._backend_kwargs,
+            },
+            kron_kwargs=self._asdl_fisher_kwargs,
+        ) as factors_of:
+
+            roles = accumulate_roles(
+                itertools.chain([first], batches),
+                lambda batch: factors_of(*unpack(batch, self._device, self.dict_key_y)),
+                progress_bar,
+            )
+        check_seen(N, roles, disjoint=curvature_loader is None)
+        self._set_posterior(fit_factors(roles, N, self.parameter_names, past))
+
+        seen = sum(role.n for role in roles.values())
+        loss = sum(role.loss for role in roles.values()) * (N / seen)
+        self.loss = loss.to(self._dtype) + (self.loss if past else 0)
+        self.n_data = N + (self.n_data if past else 0)
+        self.n_outputs = next(iter(roles.values())).n_outputs
+        self.model.output_size = self.n_outputs  # read by laplace-torch's backends
+        self.mean = parameters_to_vector(self._bayesian_parameters())
+        if not self.enable_backprop:
+            self.mean = self.mean.detach()
+
+    def curvature_bias(self, fraction: float = 0.1) -> CurvatureBias:
+        """How far the directions' data over-estimated their top curvature, per layer.
+
+        Args:
+            fraction: Share of a layer's directions that counts as its top, and as its bottom.
+
+        Returns:
+            Biased and debiased mean curvatures at both ends; ``print`` shows a table.
+
+        Raises:
+            AttributeError: Before ``fit``.
+            ValueError: With ``debias="single"``, where nothing was measured a second time.
+        """
+        self._check_H_init()
+        if self.debias == SINGLE:
+            raise ValueError(
+                "Expected a debiased fit, got debias='single', which measures every curvature "
+                "once, on the data that chose its direction. Remedy: fit with debias=True."
+            )
+        fitted = self._fitted
+        return curvature_bias(self.parameter_names, fitted.lam, fitted.lam_tilde, fraction)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The posterior as tensors, strings and numbers, for ``torch.load(weights_only=True)``."""
+        self._check_H_init()
+        return save_state(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a posterior without fitting.
+
+        Args:
+            state_dict: What ``state_dict()`` returned for the same architecture.
+
+        Raises:
+            ValueError: If class, method, likelihood or parameters differ from this object's.
+        """
+        load_state(self, state_dict)
+
+    @property
+    def H_facs(self) -> Kron | None:
+        """Undecomposed factors of the posterior, as laplace-torch keeps them; built on demand."""
+        if self._fitted is None:
+            return None
+        return Kron(rebuild(self.H.eigenvectors, self.H.eigenvalues))
+
+    @H_facs.setter
+    def H_facs(self, value: None) -> None:
+        if value is not None:
+            raise AttributeError(
+                "Expected the factors to come from `fit` or `load_state_dict`, got an assignment. "
+                "Remedy: call one of these."
+            )
+
+    @property
+    def _likelihood(self) -> str:
+        return str(getattr(self.likelihood, "value", self.likelihood))
+
+    def _check_H_init(self) -> None:
+        if self._fitted is None:
+            raise AttributeError(
+                f"Expected a fitted {type(self).__name__}, got one without a posterior. Remedy: "
+                "call `la.fit(train_loader)` or `la.load_state_dict(...)` first."
+            )
+
+    def _init_H(self) -> None:
+        # nothing is accumulated in place, so nothing has to be allocated; before `fit`
+        # laplace-torch takes an undecomposed `Kron` to mean "prior only"
+        self.H = Kron([])
+
+    def _set_posterior(self, fitted: Fitted) -> None:
+        """Hand the decomposition over to laplace-torch in the model's dtype."""
+        Q = [[Q_f.to(self._dtype) for Q_f in block] for block in fitted.Q]
+        lam = [[values.to(self._dtype) for values in block] for block in fitted.lam_tilde]
+        for name, block in zip(self.parameter_names, lam, strict=True):
+            if not all(torch.isfinite(values).all() for values in block):
+                raise ValueError(
+                    f"Expected the curvature of '{name}' to fit into {self._dtype}, got "
+                    "eigenvalues beyond its range. Remedy: use bfloat16 or float32 for the model."
+                )
+        self._fitted = fitted
+        self.H = KronDecomposed(Q, lam, damping=self.damping)
