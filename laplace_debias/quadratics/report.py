@@ -106,7 +106,7 @@ class CurvatureBiasReport(SavedResult):
         lines = [
             f"{self.curvature} of {self.num_params} parameters, N = {self.num_data}, top {k} "
             f"directions, {self.same.shape[1]} draws",
-            f"{'':>7} | {'one mini-batch':^26} | {'debiased (two mini-batches)':^26}",
+            f"{'':>7} | {'one mini-batch':^26} | {'debiased, two mini-batches':^26}",
             "{:>7} | {:>8} {:>8} {:>8} | {:>8} {:>8} {:>8}".format(*head),
         ]
         columns = [
