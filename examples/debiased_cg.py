@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Debiased conjugate gradients
 #
-# Conjugate gradients (CG) on a mini-batch measure each step on the data that chose its direction, so
-# the steps are wrong, often in sign. Debiased CG keeps the directions and measures the steps on a
-# second mini-batch. At equal cost (one mini-batch of M data against two of M/2) it does not diverge.
+# Conjugate gradients (CG) on a mini-batch measure each step on the data that chose its direction,
+# so the steps are wrong, often in sign. Debiased CG keeps the directions and measures the steps on
+# a second mini-batch. At equal cost (one mini-batch of M data, or two of M/2) it does not diverge.
 #
 # Run `python examples/debiased_cg.py` for digits, or with All-CNN-C on CIFAR-10:
 # `--data cifar10 --root DATA --checkpoint STATE.pt --batch-sizes 512 1024 2048`.

@@ -2,8 +2,8 @@
 # # The shape of a mini-batch quadratic
 #
 # A network's loss is, near its minimum, a quadratic. A mini-batch gives an unbiased estimate of its
-# matrix, and yet a *biased* picture of its shape: the directions of largest curvature were chosen on
-# that mini-batch, so curvature along them is too large there (regression to the mean).
+# matrix, and yet a *biased* picture of its shape: the directions of largest curvature were chosen
+# on that mini-batch, so curvature along them is too large there (regression to the mean).
 #
 # Run `python examples/quadratic_bias.py` for digits, in a minute, or with All-CNN-C on CIFAR-10:
 # `--data cifar10 --root DATA --checkpoint STATE.pt --batch-size 512 --k 100 --num-data 4096`.
@@ -34,8 +34,8 @@ LOSS = nn.CrossEntropyLoss()
 
 # %% [markdown]
 # ## The visual abstract
-# In the plane of a mini-batch's top two eigenvectors its own quadratic is much narrower than that of
-# all data: a Newton step would be too short, a Laplace approximation too sure.
+# In the plane of a mini-batch's top two eigenvectors its own quadratic is much narrower than that
+# of all data: a Newton step would be too short, a Laplace approximation too sure.
 def visual_abstract(problem, batches, options):
     """Restrict mini-batch and full-batch quadratics to the mini-batches' top planes."""
     everything = Quadratic(problem.model, LOSS, problem.train, **options)
@@ -93,8 +93,8 @@ def misalignment(problem, batches, k, path, options):
 
 # %% [markdown]
 # ## What the bias depends on
-# It shrinks with the batch size, grows while the network learns its data by heart, and is larger for
-# larger networks. The last two train new networks, so they are done for the digits only.
+# It shrinks with the batch size, grows while the network learns its data by heart, and depends on
+# the size of the network. The last two train new networks, so they are done for digits only.
 def dependence(problem, args, path, options):
     """K-FAC over batch sizes; biases over training and over the network's size."""
     kfac = bias_by_batch_size(

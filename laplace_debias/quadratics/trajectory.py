@@ -28,8 +28,7 @@ class TrajectoryMetrics(SavedResult):
 
     def best(self) -> int:
         """Return the iterate of the lowest finite loss (the start, if there is none)."""
-        loss = torch.where(torch.isfinite(self.loss), self.loss, torch.full_like(self.loss, 1e300))
-        return int(loss.argmin())
+        return int(self.loss.nan_to_num(nan=float("inf")).argmin())
 
 
 @torch.no_grad()
