@@ -95,7 +95,7 @@ def final_losses(pairs):
 def main(argv: list[str] | None = None) -> None:
     """Run everything and save the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    add_problem_flags(parser)
+    add_problem_flags(parser, label_noise=0.0)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 256, 512])
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=30)

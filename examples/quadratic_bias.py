@@ -131,7 +131,7 @@ def dependence(problem, args, path, options):
 def main(argv: list[str] | None = None) -> None:
     """Run everything and save the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    add_problem_flags(parser)
+    add_problem_flags(parser, label_noise=0.5)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--k", type=int, default=20, help="number of directions")
     parser.add_argument("--draws", type=int, default=3)

@@ -1,8 +1,8 @@
 """Data and trained networks for the examples on mini-batch quadratics.
 
-By default: handwritten digits whose labels are half random, learned by heart by a small network.
-Clean digits are too easy to show the paper's effect: ten classes that a line could part leave every
-mini-batch with nearly the same top eigenvectors. Labels that must be memorised one by one give each
+Handwritten digits, with their labels or with a part of them drawn at random and learned by heart.
+Clean digits are too easy for the bias in the curvature: ten classes that are well apart leave every
+mini-batch with much the same top eigenvectors. Labels that must be memorised one by one give each
 datum a direction of its own, as a network fully trained on CIFAR-100 has.
 """
 
@@ -117,14 +117,14 @@ def cifar_problem(
     return Problem(f"{model_name} on {name}", model.eval(), train_data, test_data, l2)
 
 
-def add_problem_flags(parser) -> None:
+def add_problem_flags(parser, label_noise: float) -> None:
     """Add the flags that choose data and network to an ``argparse`` parser."""
     parser.add_argument("--data", default="digits", choices=("digits", "cifar10", "cifar100"))
     parser.add_argument("--root", type=Path, help="folder that holds cifar-10-batches-py etc.")
     parser.add_argument("--model", default="allcnnc", help="allcnnc or convnet-d-w (CIFAR only)")
     parser.add_argument("--checkpoint", type=Path, help="state dict of the network (CIFAR only)")
     parser.add_argument("--num-data", type=int, help="use the first images only (CIFAR only)")
-    parser.add_argument("--label-noise", type=float, default=0.5, help="digits only")
+    parser.add_argument("--label-noise", type=float, default=label_noise, help="digits only")
     parser.add_argument("--epochs", type=int, default=100, help="of training (digits only)")
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder for results")
 

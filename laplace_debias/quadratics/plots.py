@@ -14,7 +14,6 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from torch import Tensor
 
 from laplace_debias.quadratics.bias import DirectionalBias
 from laplace_debias.quadratics.overlaps import EigenspaceOverlaps
@@ -103,9 +102,9 @@ def plot_directional_bias(
     for row, kind in zip(axes, kinds, strict=True):
         for column, axis in enumerate(row):
             _draw_roles(axis, bias, kind, column, first)
-            if row is axes[0]:
-                axis.set_title(f"directions from mini-batch {bias.chosen[column]}", fontsize=9)
         row[0].set_ylabel(LABELS[kind])
+    for s, axis in zip(bias.chosen, axes[0], strict=True):
+        axis.set_title(f"directions from mini-batch {s}", fontsize=9)
     for axis in axes[-1]:
         axis.set_xlabel("direction $p$")
     handles, labels = axes[0, 0].get_legend_handles_labels()
@@ -133,20 +132,17 @@ def _draw_roles(
     )
     axis.plot(p, same, "o", color=BIASED, markersize=4, markeredgecolor="black",
               markeredgewidth=0.3, label="same mini-batch")
-    axis.plot(p, full, "x", color=EXACT, markersize=4, label="all data")
+    whole = "average of all mini-batches" if bias.curvature == "kfac" else "all data"
+    axis.plot(p, full, "x", color=EXACT, markersize=4, label=whole)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     if kind == "curvatures" and bool((torch.cat([same, full]) > 0).all()):
         axis.set_yscale("log")
         axis.set_ylim(bottom=0.2 * float(torch.cat([same, full]).min()))
     else:
         axis.axhline(0, color="grey", linewidth=0.6)
-        axis.set_yscale("symlog", linthresh=_linear_threshold(torch.cat([same, full])))
-
-
-def _linear_threshold(values: Tensor) -> float:
-    """Choose where a symmetric logarithmic axis turns linear: at the lower quartile of sizes."""
-    sizes = values[torch.isfinite(values)].abs()
-    return max(float(sizes.quantile(0.25)), 1e-12) if len(sizes) else 1.0
+        sizes = same[torch.isfinite(same)].abs()
+        threshold = max(float(sizes.median()), 1e-12) if len(sizes) else 1.0
+        axis.set_yscale("symlog", linthresh=threshold)
 
 
 def plot_overlaps(result: EigenspaceOverlaps) -> Figure:
@@ -205,17 +201,28 @@ def plot_series(series: BiasSeries, kinds: Sequence[str] = ("slopes", "curvature
             error = np.stack([middle[:, draw] - low[:, draw], high[:, draw] - middle[:, draw]])
             axis.errorbar(
                 x * 10**shift, middle[:, draw], yerr=error, fmt="o", color=OTHER, markersize=3.5,
-                linewidth=1, label="median and quartiles, one draw" if draw == 0 else None,
+                linewidth=1, label="median and quartiles over directions, a mark per draw" if draw == 0 else None,
             )
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.set_xlabel(series.name)
-        axis.set_title(f"relative error of the {LABELS[kind]}", fontsize=9)
-        axis.legend(frameon=False, fontsize=8)
+        axis.set_title(LABELS[kind], fontsize=9)
         if len(x) <= 10:
-            axis.set_xticks(x, series.labels, fontsize=8)
-            axis.minorticks_off()
+            axis.set_xticks(x, _series_ticks(series), fontsize=8)
+            axis.tick_params(axis="x", which="minor", bottom=False)
+    axes[0, 0].set_ylabel("relative error, same / all data")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=9)
     return figure
+
+
+def _series_ticks(series: BiasSeries) -> list[str]:
+    """Name every member by its position, and by its label where that says more."""
+    positions = [f"{position:,.0f}" for position in series.positions.tolist()]
+    return [
+        tick if tick == label else f"{tick}\n({label})"
+        for tick, label in zip(positions, series.labels, strict=True)
+    ]
 
 
 def plot_report(report: CurvatureBiasReport) -> Figure:
@@ -271,7 +278,8 @@ def plot_cg_runs(
         axis.set_xlabel("CG iteration")
         axis.set_title(f"{('training', 'test')[split]} {metric}", fontsize=9)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if metric == "loss":
+        low, high = axis.get_ylim()
+        if metric == "loss" and max(low, 0) * 5 < high:
             axis.set_yscale("log")
     axes[0].legend(frameon=False, fontsize=8)
     if title:
