@@ -110,16 +110,17 @@ def bench_cg(M: int, iterations: int, repeats: int) -> list[dict]:
 def main(argv: list[str] | None = None) -> list[dict]:
     """Print a table of all ratios and write them to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--K", type=int, default=100, help="number of directions")
     parser.add_argument("--quick", action="store_true", help="leave out All-CNN-C")
     parser.add_argument("--M", type=int, default=256, help="batch size of the CG comparison")
     parser.add_argument("--out", type=Path, default=Path("outputs"))
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    rows = [bench_curvatures("digits-size MLP, 64 data", small_quadratic(), 100, 100)]
-    rows.append(bench_eigenvectors(100))
+    rows = [bench_curvatures("digits-size MLP, 64 data", small_quadratic(), args.K, args.K)]
+    rows.append(bench_eigenvectors(args.K))
     if not args.quick:
         convolutions = Quadratic(all_cnn_c(), LOSS, images(16), max_columns=10)
-        rows.append(bench_curvatures("All-CNN-C, 16 images", convolutions, 100, 10))
+        rows.append(bench_curvatures("All-CNN-C, 16 images", convolutions, args.K, 10))
         rows += bench_cg(args.M, iterations=2, repeats=2)
     for row in rows:
         met = "ok" if row["ratio"] <= row["bar"] else "MISSED"

@@ -108,7 +108,7 @@ def dependence(problem, args, path, options):
         return kfac, None, None
     study = {"batch_size": args.batch_size, "k": args.k, "draws": args.draws, **options}
     epochs = sorted({max(1, round(args.epochs**x)) for x in torch.linspace(0, 1, 6).tolist()})
-    model = digits_model()
+    model = digits_model(args.width)
     states = train(
         model, problem.train, l2=problem.l2, epochs=args.epochs, checkpoints=tuple(epochs)
     )

@@ -81,10 +81,10 @@ def train(
     return states
 
 
-def digits_problem(label_noise: float = 0.5, epochs: int = 100) -> Problem:
+def digits_problem(label_noise: float = 0.5, epochs: int = 100, width: int = 256) -> Problem:
     """Return the digits with a network trained on them, in some seconds."""
     train_data, test_data = digits(label_noise)
-    model, l2 = digits_model(), 1e-4
+    model, l2 = digits_model(width), 1e-4
     train(model, train_data, l2=l2, epochs=epochs)
     return Problem(f"digits, {label_noise:.0%} random labels", model, train_data, test_data, l2)
 
@@ -126,13 +126,14 @@ def add_problem_flags(parser, label_noise: float) -> None:
     parser.add_argument("--num-data", type=int, help="use the first images only (CIFAR only)")
     parser.add_argument("--label-noise", type=float, default=label_noise, help="digits only")
     parser.add_argument("--epochs", type=int, default=100, help="of training (digits only)")
+    parser.add_argument("--width", type=int, default=256, help="of the network (digits only)")
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder for results")
 
 
 def load_problem(args) -> Problem:
     """Build the problem that the flags ask for."""
     if args.data == "digits":
-        return digits_problem(args.label_noise, args.epochs)
+        return digits_problem(args.label_noise, args.epochs, args.width)
     if args.root is None or args.checkpoint is None:
         raise SystemExit(f"--data {args.data} needs --root and --checkpoint as well.")
     return cifar_problem(args.data, args.root, args.model, args.checkpoint, args.num_data)

@@ -19,9 +19,9 @@ def run(name, *flags):
 
 def test_quadratic_bias(tmp_path, capsys):
     run(
-        "quadratic_bias", "--out", str(tmp_path), "--k", "5", "--draws", "2", "--epochs", "30",
-        "--batch-size", "128", "--report-sizes", "32", "256", "--kfac-sizes", "8", "512",
-        "--widths", "32", "64",
+        "quadratic_bias", "--out", str(tmp_path), "--k", "4", "--draws", "1", "--epochs", "50",
+        "--width", "96", "--batch-size", "128", "--report-sizes", "32", "--kfac-sizes", "4", "16",
+        "--widths", "16",
     )
     printed = capsys.readouterr().out
     assert "9 pictures" in printed and "Top curvature is over-estimated" in printed
@@ -32,7 +32,7 @@ def test_quadratic_bias(tmp_path, capsys):
 
 def test_debiased_cg(tmp_path, capsys):
     flags = ("--out", str(tmp_path), "--batch-sizes", "128", "--draws", "2", "--iterations", "30",
-             "--epochs", "30")
+             "--epochs", "60", "--width", "128")
     run("debiased_cg", *flags)
     first = capsys.readouterr().out
     assert "debiased lower in 2 of 2" in first
@@ -73,6 +73,6 @@ def test_cifar_needs_its_flags():
 
 def test_bench_runs_quickly(tmp_path, capsys):
     bench = importlib.import_module("bench_quadratics")
-    rows = bench.main(["--quick", "--out", str(tmp_path)])
+    rows = bench.main(["--quick", "--K", "5", "--out", str(tmp_path)])
     assert (tmp_path / "bench_quadratics.json").exists() and len(rows) == 2
     assert all(row["a"] > 0 and row["b"] > 0 for row in rows)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from laplace_debias.quadratics.bias import DirectionalBias
 from laplace_debias.quadratics.overlaps import EigenspaceOverlaps
@@ -201,7 +201,7 @@ def plot_series(series: BiasSeries, kinds: Sequence[str] = ("slopes", "curvature
             error = np.stack([middle[:, draw] - low[:, draw], high[:, draw] - middle[:, draw]])
             axis.errorbar(
                 x * 10**shift, middle[:, draw], yerr=error, fmt="o", color=OTHER, markersize=3.5,
-                linewidth=1, label="median and quartiles over directions, a mark per draw" if draw == 0 else None,
+                linewidth=1, label=None if draw else "median and quartiles, a mark per draw",
             )
         axis.set_xscale("log")
         axis.set_yscale("log")
@@ -281,7 +281,8 @@ def plot_cg_runs(
         low, high = axis.get_ylim()
         if metric == "loss" and max(low, 0) * 5 < high:
             axis.set_yscale("log")
-    axes[0].legend(frameon=False, fontsize=8)
+            axis.yaxis.set_minor_formatter(NullFormatter())
+    axes[1].legend(frameon=False, fontsize=8, loc="lower left")
     if title:
         axes[0].set_ylabel(title, fontsize=9)
     return figure
