@@ -1,0 +1,140 @@
+# %% [markdown]
+# # Debiased conjugate gradients
+#
+# Conjugate gradients (CG) on a mini-batch measure each step on the data that chose its direction,
+# so the steps are wrong, often in sign. Debiased CG keeps the directions and measures the steps on
+# a second mini-batch. At equal cost (one mini-batch of M data, or two of M/2) it does not diverge.
+#
+# Run `python examples/debiased_cg.py` for digits, or with All-CNN-C on CIFAR-10:
+# `--data cifar10 --root DATA --checkpoint STATE.pt --batch-sizes 512 1024 2048`.
+"""Loss and accuracy along 30 CG iterations, single-batch against debiased, at equal cost."""
+
+import argparse
+from pathlib import Path
+
+import matplotlib
+import torch
+from quadratics_setup import add_problem_flags, load_problem
+from torch import nn
+
+from laplace_debias.quadratics import Quadratic, cg, debiased_cg, partition
+from laplace_debias.quadratics.storage import Study, fingerprint
+from laplace_debias.quadratics.trajectory import TrajectoryMetrics, evaluate_trajectory
+
+LOSS = nn.CrossEntropyLoss()
+
+
+# %% [markdown]
+# ## One run
+# The loss is the *regularised* one, on all training and on all test data.
+def performance(problem, solution, options):
+    """Evaluate a CG solution's iterates on training and test data."""
+    regulariser = {name: options[name] for name in ("l2", "regularize_biases", "chunk_size")}
+    return tuple(
+        evaluate_trajectory(problem.model, LOSS, data, solution.iterates, **regulariser)
+        for data in (problem.train, problem.test)
+    )
+
+
+def single_run(problem, batch, iterations, options):
+    """Plain CG on one mini-batch."""
+    quadratic = Quadratic(problem.model, LOSS, batch, **options)
+    solution = cg(quadratic, max_iter=iterations, rtol=0.0)
+    assert solution.num_products == quadratic.num_products
+    return performance(problem, solution, options)
+
+
+def debiased_run(problem, batch, iterations, options):
+    """Directions from the first half of the mini-batch, magnitudes from the second."""
+    halves = partition(batch, len(batch[1]) // 2)
+    quadratics = [Quadratic(problem.model, LOSS, half, **options) for half in halves]
+    solution = debiased_cg(*quadratics, max_iter=iterations, rtol=0.0)
+    assert solution.num_products == sum(q.num_products for q in quadratics)
+    return performance(problem, solution, options)
+
+
+# %% [markdown]
+# ## All runs
+# Five draws at every batch size, and once with all data: plain, and debiased by halves.
+def all_runs(problem, args, path, options):
+    """Return the runs by batch size and method; finished ones are kept in a file."""
+    settings = {"iterations": args.iterations, **options}
+    study = Study(
+        path / "runs.npz",
+        fingerprint([problem.model], [problem.train, problem.test], settings),
+    )
+    methods = {"single": single_run, "debiased": debiased_run}
+    runs = {}
+    for size in [*args.batch_sizes, len(problem.train[1])]:
+        draws = 1 if size == len(problem.train[1]) else args.draws
+        runs[size] = {name: [] for name in methods}
+        for draw in range(draws):
+            generator = torch.Generator().manual_seed(draw)
+            batch = partition(problem.train, size, generator=generator, num_batches=1)[0]
+            for name, method in methods.items():
+                part = f"{name} {size} {draw}"
+                if part not in study:
+                    pair = method(problem, batch, args.iterations, options)
+                    study.add(part, {
+                        f"{split}-{metric}": getattr(metrics, metric)
+                        for split, metrics in zip(("train", "test"), pair, strict=True)
+                        for metric in ("loss", "accuracy")
+                    })
+                runs[size][name].append(tuple(
+                    TrajectoryMetrics(study[part][f"{s}-loss"], study[part][f"{s}-accuracy"])
+                    for s in ("train", "test")
+                ))
+    return runs
+
+
+def final_losses(pairs):
+    """Return the last training loss of each run; a run that has blown up counts as infinite."""
+    return torch.stack([train.loss[-1] for train, _ in pairs]).nan_to_num(float("inf"))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run everything and save the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_problem_flags(parser, label_noise=0.0)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 256, 512])
+    parser.add_argument("--draws", type=int, default=5)
+    parser.add_argument("--iterations", type=int, default=30)
+    args = parser.parse_args(argv)
+    problem = load_problem(args)
+    path: Path = args.out / f"debiased_cg-{args.data}"
+    options = {"l2": problem.l2, "regularize_biases": False, "chunk_size": 512}
+    runs = all_runs(problem, args, path, options)
+
+    print(f"{problem.name}: training loss after {args.iterations} iterations, mean over draws")
+    for size, methods in runs.items():
+        single, debiased = (final_losses(methods[name]) for name in ("single", "debiased"))
+        start = methods["single"][0][0].loss[0]
+        wins = int((debiased < single).sum())
+        print(f"  M = {size:6d}: start {start:.4f}, single-batch {single.mean():.4f}, debiased "
+              f"{debiased.mean():.4f}, debiased lower in {wins} of {len(single)}")
+        if size in args.batch_sizes:
+            assert wins >= 0.8 * len(single), f"single-batch CG ended lower too often at M = {size}"
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from laplace_debias.quadratics import plots
+
+    rows = len(runs)
+    figure, axes = plt.subplots(rows, 4, figsize=(11, 2.3 * rows), squeeze=False,
+                                layout="constrained")
+    for (size, methods), row in zip(runs.items(), axes, strict=True):
+        everything = size == len(problem.train[1])
+        names = ("full batch", "debiased, halves") if everything else (
+            f"one of {size}", f"debiased, two of {size // 2}")
+        title = "all data" if everything else f"batch size {size}"
+        plots.plot_cg_runs(
+            dict(zip(names, methods.values(), strict=True)), title=title, axes=list(row)
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path / "cg.png", dpi=160)
+    print(f"picture in {path}")
+
+
+if __name__ == "__main__":
+    main()

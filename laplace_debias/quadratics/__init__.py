@@ -1,0 +1,58 @@
+"""The shape of a mini-batch quadratic: its bias along directions, and debiased CG."""
+
+from laplace_debias.quadratics.bias import DirectionalBias, choose_directions, directional_bias
+from laplace_debias.quadratics.cg import CGSolution, CGStatus, cg, debiased_cg
+from laplace_debias.quadratics.chunks import gather, partition
+from laplace_debias.quadratics.directions import (
+    Eigenpairs,
+    normalize_directions,
+    top_eigenvectors,
+)
+from laplace_debias.quadratics.overlaps import (
+    EigenspaceOverlaps,
+    eigenspace_overlaps,
+    overlap_study,
+)
+from laplace_debias.quadratics.quadratic import Quadratic
+from laplace_debias.quadratics.report import CurvatureBiasReport, curvature_bias_report
+from laplace_debias.quadratics.restriction import RestrictedQuadratic
+from laplace_debias.quadratics.studies import (
+    BatchSizeBias,
+    BiasSeries,
+    bias_by_batch_size,
+    bias_by_model_size,
+    bias_over_training,
+    relative_biases,
+)
+
+__all__ = [
+    # the quadratic
+    "Quadratic",
+    "RestrictedQuadratic",
+    "gather",
+    "partition",
+    # directions and solvers
+    "CGSolution",
+    "CGStatus",
+    "Eigenpairs",
+    "cg",
+    "choose_directions",
+    "debiased_cg",
+    "normalize_directions",
+    "top_eigenvectors",
+    # studies of the bias
+    "BatchSizeBias",
+    "BiasSeries",
+    "DirectionalBias",
+    "EigenspaceOverlaps",
+    "bias_by_batch_size",
+    "bias_by_model_size",
+    "bias_over_training",
+    "directional_bias",
+    "eigenspace_overlaps",
+    "overlap_study",
+    "relative_biases",
+    # the one-call diagnosis
+    "CurvatureBiasReport",
+    "curvature_bias_report",
+]

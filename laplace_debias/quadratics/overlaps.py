@@ -1,0 +1,127 @@
+r"""Why curvature is biased: the eigenspaces of two mini-batches are not aligned.
+
+With eigenpairs :math:`(\tilde\lambda_p, \tilde u_p)` of another mini-batch, the curvature along
+:math:`u_i` there is a weighted mean of that mini-batch's eigenvalues,
+
+.. math::
+    u_i^\top \tilde H u_i = \sum_p \tilde\lambda_p \Omega_{i,p}, \qquad
+    \Omega_{i,p} = (u_i^\top \tilde u_p)^2, \qquad \sum_p \Omega_{i,p} = 1,
+
+so weight on lower eigenvalues makes a top direction less extreme than it was at home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from laplace_debias.quadratics.chunks import Chunk
+from laplace_debias.quadratics.directions import top_eigenvectors
+from laplace_debias.quadratics.quadratic import Quadratic
+from laplace_debias.quadratics.storage import SavedResult, Study, fingerprint
+
+
+def eigenspace_overlaps(U: Tensor, U_tilde: Tensor) -> Tensor:
+    """Return ``Omega[i, p] = (u_i^T u~_p)^2`` of two sets of orthonormal vectors.
+
+    Args:
+        U: Orthonormal columns, shape ``[P, K]``.
+        U_tilde: Orthonormal columns, shape ``[P, L]``.
+
+    Returns:
+        Overlaps in ``[0, 1]``, shape ``[K, L]``. Rows sum to 1 over a full basis ``U_tilde``.
+
+    Example:
+        >>> eigenspace_overlaps(torch.eye(2), torch.eye(2).flip(1))
+        tensor([[0., 1.],
+                [1., 0.]])
+    """
+    if U.ndim != 2 or U_tilde.ndim != 2 or len(U) != len(U_tilde):
+        raise ValueError(
+            f"Expected two sets of columns in one space, [P, K] and [P, L], got {tuple(U.shape)} "
+            f"and {tuple(U_tilde.shape)}."
+        )
+    return (U.T @ U_tilde) ** 2
+
+
+@dataclass(frozen=True)
+class EigenspaceOverlaps(SavedResult):
+    """Overlaps between the top eigenspaces of S mini-batches.
+
+    Attributes:
+        curvature: ``"ggn"``, ``"hessian"`` or ``"kfac"``.
+        batch_size: Number of data per mini-batch (of the first).
+        overlaps: ``Omega`` for each pair of mini-batches, shape ``[S, S, K, K]``.
+        values: Eigenvalues of each mini-batch, shape ``[S, K]``.
+    """
+
+    curvature: str
+    batch_size: int
+    overlaps: Tensor
+    values: Tensor
+
+    def alignment(self) -> Tensor:
+        """Return the mean weight that stays in the other's top space, in ``[0, 1]``, ``[S, S]``."""
+        return self.overlaps.sum(-1).mean(-1)
+
+
+def overlap_study(
+    model: nn.Module,
+    loss: nn.Module,
+    batches: Sequence[Chunk],
+    *,
+    k: int = 100,
+    path: str | Path | None = None,
+    progress_bar: bool = False,
+    **quadratic_options: Any,
+) -> EigenspaceOverlaps:
+    """Compare the top-k eigenspaces of a few mini-batches.
+
+    Args:
+        model: The network.
+        loss: Loss with ``reduction="mean"``.
+        batches: The S mini-batches (or larger sets) to compare, each with each.
+        k: Number of eigenvectors.
+        path: An ``.npz`` file for the overlaps; if it has them, nothing is computed again.
+        progress_bar: Show one.
+        **quadratic_options: ``curvature``, ``l2``, ``regularize_biases``, ``chunk_size`` and
+            ``max_columns`` of :class:`Quadratic`.
+
+    Returns:
+        The overlaps.
+
+    Example:
+        >>> X = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+        >>> batches = [(X[:4], X[:4, :1]), (X[4:], X[4:, 1:])]
+        >>> result = overlap_study(nn.Linear(2, 1), nn.MSELoss(), batches, k=3)
+        >>> torch.allclose(result.overlaps.sum(-1), torch.ones(2, 2, 3), atol=1e-4)
+        True
+    """
+    if not batches:
+        raise ValueError("Expected at least one mini-batch, got none.")
+    settings = {"k": k, **quadratic_options}
+    study = Study(path, "" if path is None else fingerprint([model], batches, settings))
+    part = "overlaps"
+    if part not in study:
+        pairs = [
+            top_eigenvectors(Quadratic(model, loss, batch, **quadratic_options), k)
+            for batch in tqdm(batches, disable=not progress_bar, desc="eigenspaces")
+        ]
+        omega = [
+            torch.stack([eigenspace_overlaps(one.vectors, other.vectors) for other in pairs])
+            for one in pairs
+        ]
+        study.add(part, {
+            "overlaps": torch.stack(omega), "values": torch.stack([one.values for one in pairs]),
+        })
+    return EigenspaceOverlaps(
+        curvature=quadratic_options.get("curvature", "ggn"),
+        batch_size=len(batches[0][1]),
+        **study[part],
+    )

@@ -1,0 +1,304 @@
+"""How the biases depend on the batch size, on the progress of training and on the model's size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from laplace_debias.quadratics.bias import DirectionalBias, choose_directions, directional_bias
+from laplace_debias.quadratics.chunks import Chunk, gather, partition
+from laplace_debias.quadratics.quadratic import Quadratic
+from laplace_debias.quadratics.storage import SavedResult, Study, fingerprint
+
+
+@dataclass(frozen=True)
+class BatchSizeBias(SavedResult):
+    """Directional biases at several batch sizes.
+
+    Attributes:
+        batch_sizes: The batch sizes.
+        results: One :class:`DirectionalBias` for each.
+    """
+
+    batch_sizes: tuple[int, ...]
+    results: tuple[DirectionalBias, ...]
+
+
+def bias_by_batch_size(
+    model: nn.Module,
+    loss: nn.Module,
+    data: Chunk | Iterable[Chunk],
+    *,
+    batch_sizes: Sequence[int] = (8, 32, 128, 512),
+    directions: str = "eigenvectors",
+    k: int = 100,
+    chosen: Sequence[int] = (0,),
+    max_batches: int | None = None,
+    seed: int = 0,
+    path: str | Path | None = None,
+    progress_bar: bool = False,
+    **quadratic_options: Any,
+) -> BatchSizeBias:
+    """Measure directional slopes and curvatures at several batch sizes.
+
+    With ``curvature="kfac"`` this is the paper's study of K-FAC.
+
+    Args:
+        model: The network.
+        loss: Loss with ``reduction="mean"``.
+        data: The training data, a pair ``(X, y)`` or a re-iterable of pairs.
+        batch_sizes: The batch sizes.
+        directions: ``"eigenvectors"`` or ``"cg"``.
+        k: Number of directions.
+        chosen: Which mini-batches choose directions.
+        max_batches: Measure on the first mini-batches only; the "whole set" is then theirs.
+        seed: Seed of the shuffle that makes the mini-batches.
+        path: An ``.npz`` file; every batch size keeps its parts beside it, as ``name-512.npz``.
+        progress_bar: Show one.
+        **quadratic_options: ``curvature``, ``l2``, ``regularize_biases``, ``chunk_size`` and
+            ``max_columns`` of :class:`Quadratic`.
+
+    Returns:
+        The biases, in the order of ``batch_sizes``.
+
+    Example:
+        >>> X = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+        >>> study = bias_by_batch_size(
+        ...     nn.Linear(2, 1), nn.MSELoss(), (X, X[:, :1]), batch_sizes=(2, 4), k=2,
+        ...     curvature="kfac")
+        >>> [result.curvatures.shape for result in study.results]
+        [torch.Size([1, 4, 2]), torch.Size([1, 2, 2])]
+    """
+    results = []
+    for size in batch_sizes:
+        generator = torch.Generator().manual_seed(seed)
+        batches = partition(data, size, generator=generator, num_batches=max_batches)
+        part = None if path is None else Path(path).with_stem(f"{Path(path).stem}-{size}")
+        results.append(directional_bias(
+            model, loss, batches, directions=directions, k=k, chosen=chosen, path=part,
+            progress_bar=progress_bar, **quadratic_options,
+        ))
+    return BatchSizeBias(tuple(batch_sizes), tuple(results))
+
+
+@dataclass(frozen=True)
+class BiasSeries(SavedResult):
+    """Relative biases of a series of parameters or models, with several draws of a mini-batch each.
+
+    Attributes:
+        name: What the series runs over, e.g. ``"epoch"`` or ``"number of parameters"``.
+        labels: A label for each member.
+        positions: Where each belongs on a horizontal axis, shape ``[S]``.
+        batch_size: Number of data per mini-batch.
+        slope_errors: ``|same - full| / |full|`` of the slopes, shape ``[S, draws, K]``.
+        curvature_errors: The same for the curvatures, shape ``[S, draws, K]``.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    positions: Tensor
+    batch_size: int
+    slope_errors: Tensor
+    curvature_errors: Tensor
+
+    def percentiles(
+        self, kind: str = "curvatures", percent: Sequence[float] = (25, 50, 75)
+    ) -> Tensor:
+        """Return percentiles over directions, shape ``[S, draws, len(percent)]``."""
+        errors = self.errors(kind)
+        levels = torch.tensor(percent, dtype=errors.dtype) / 100
+        return errors.quantile(levels, dim=-1).movedim(0, -1)
+
+    def errors(self, kind: str = "curvatures") -> Tensor:
+        """Return the relative errors of ``"slopes"`` or ``"curvatures"``, ``[S, draws, K]``."""
+        if kind not in ("slopes", "curvatures"):
+            raise ValueError(f"Expected kind 'slopes' or 'curvatures', got {kind!r}.")
+        return self.slope_errors if kind == "slopes" else self.curvature_errors
+
+
+def relative_biases(
+    model: nn.Module,
+    loss: nn.Module,
+    data: Chunk,
+    *,
+    batch_size: int,
+    k: int,
+    draws: int,
+    seed: int = 0,
+    **quadratic_options: Any,
+) -> dict[str, Tensor]:
+    """Measure ``|same - full| / |full|`` along the top-k eigenvectors of several mini-batches.
+
+    Args:
+        model: The network.
+        loss: Loss with ``reduction="mean"``.
+        data: All training data ``(X, y)``: the ground truth.
+        batch_size: Number of data per mini-batch.
+        k: Number of eigenvectors.
+        draws: Number of disjoint mini-batches.
+        seed: Seed of the draws.
+        **quadratic_options: As for :class:`Quadratic`; ``chunk_size`` defaults to ``batch_size``.
+
+    Returns:
+        ``"slopes"`` and ``"curvatures"``, each of shape ``[draws, k]``.
+
+    Raises:
+        ValueError: If there are not enough data for that many disjoint mini-batches.
+
+    Example:
+        >>> X = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+        >>> errors = relative_biases(
+        ...     nn.Linear(2, 1), nn.MSELoss(), (X, X[:, :1]), batch_size=4, k=2, draws=2)
+        >>> errors["curvatures"].shape
+        torch.Size([2, 2])
+    """
+    generator = torch.Generator().manual_seed(seed)
+    batches = partition(data, batch_size, generator=generator, num_batches=draws)
+    if len(batches) < draws:
+        raise ValueError(
+            f"Expected data for {draws} disjoint mini-batches of {batch_size}, got {len(data[1])} "
+            "data. Draw fewer or smaller mini-batches."
+        )
+    options = {"chunk_size": batch_size, **quadratic_options}
+    everything = Quadratic(model, loss, data, **options)
+    errors: dict[str, list[Tensor]] = {"slopes": [], "curvatures": []}
+    for batch in batches:
+        quadratic = Quadratic(model, loss, batch, **options)
+        D, _ = choose_directions(quadratic, "eigenvectors", k)
+        same, full = quadratic.restrict(D), everything.restrict(D)
+        for name, values in errors.items():
+            measured, truth = getattr(same, name)(), getattr(full, name)()
+            values.append((measured - truth).abs() / truth.abs())
+    return {name: torch.stack(values) for name, values in errors.items()}
+
+
+def bias_over_training(
+    model: nn.Module,
+    checkpoints: Mapping[int, Mapping[str, Tensor]],
+    loss: nn.Module,
+    data: Chunk | Iterable[Chunk],
+    *,
+    batch_size: int = 512,
+    k: int = 100,
+    draws: int = 5,
+    seed: int = 0,
+    path: str | Path | None = None,
+    progress_bar: bool = False,
+    **quadratic_options: Any,
+) -> BiasSeries:
+    """Measure the relative biases at checkpoints of the training.
+
+    Args:
+        model: The network; a copy of it takes the parameters of the checkpoints.
+        checkpoints: State dict of every checkpoint, by its epoch.
+        loss: Loss with ``reduction="mean"``.
+        data: The training data, a pair ``(X, y)`` or a re-iterable of pairs.
+        batch_size: Number of data per mini-batch.
+        k: Number of eigenvectors.
+        draws: Number of mini-batches per checkpoint.
+        seed: Seed of the draws.
+        path: An ``.npz`` file to keep finished checkpoints in, and to resume from.
+        progress_bar: Show one.
+        **quadratic_options: As for :class:`Quadratic`.
+
+    Returns:
+        The series over epochs.
+
+    Example:
+        >>> X = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+        >>> states = {epoch: nn.Linear(2, 1).state_dict() for epoch in (1, 10)}
+        >>> series = bias_over_training(
+        ...     nn.Linear(2, 1), states, nn.MSELoss(), (X, X[:, :1]), batch_size=4, k=2, draws=2)
+        >>> series.labels, series.curvature_errors.shape
+        (('1', '10'), torch.Size([2, 2, 2]))
+    """
+    models = {}
+    for epoch, state in checkpoints.items():
+        models[str(epoch)] = copy.deepcopy(model)
+        models[str(epoch)].load_state_dict(state)
+    return _series(
+        "epoch", models, [float(epoch) for epoch in checkpoints], loss, data, path, progress_bar,
+        {"batch_size": batch_size, "k": k, "draws": draws, "seed": seed, **quadratic_options},
+    )
+
+
+def bias_by_model_size(
+    models: Mapping[str, nn.Module],
+    loss: nn.Module,
+    data: Chunk | Iterable[Chunk],
+    *,
+    batch_size: int = 128,
+    k: int = 100,
+    draws: int = 5,
+    seed: int = 0,
+    path: str | Path | None = None,
+    progress_bar: bool = False,
+    **quadratic_options: Any,
+) -> BiasSeries:
+    """Measure the relative biases of trained models of different sizes.
+
+    Args:
+        models: The networks by name, e.g. the ConvNet family ``"1-32"`` to ``"7-128"``.
+        loss: Loss with ``reduction="mean"``.
+        data: The training data, a pair ``(X, y)`` or a re-iterable of pairs.
+        batch_size: Number of data per mini-batch.
+        k: Number of eigenvectors.
+        draws: Number of mini-batches per model.
+        seed: Seed of the draws.
+        path: An ``.npz`` file to keep finished models in, and to resume from.
+        progress_bar: Show one.
+        **quadratic_options: As for :class:`Quadratic`.
+
+    Returns:
+        The series over numbers of parameters.
+
+    Example:
+        >>> X = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+        >>> models = {"small": nn.Linear(2, 1), "large": nn.Linear(2, 1, bias=False)}
+        >>> bias_by_model_size(
+        ...     models, nn.MSELoss(), (X, X[:, :1]), batch_size=4, k=2, draws=2).positions
+        tensor([3., 2.])
+    """
+    sizes = [
+        float(sum(p.numel() for p in model.parameters() if p.requires_grad))
+        for model in models.values()
+    ]
+    return _series(
+        "number of parameters", dict(models), sizes, loss, data, path, progress_bar,
+        {"batch_size": batch_size, "k": k, "draws": draws, "seed": seed, **quadratic_options},
+    )
+
+
+def _series(
+    name: str,
+    models: dict[str, nn.Module],
+    positions: list[float],
+    loss: nn.Module,
+    data: Chunk | Iterable[Chunk],
+    path: str | Path | None,
+    progress_bar: bool,
+    options: dict[str, Any],
+) -> BiasSeries:
+    """Measure every model, or take it from the file."""
+    if not models:
+        raise ValueError("Expected at least one model or checkpoint, got none.")
+    data = gather(data)
+    study = Study(path, "" if path is None else fingerprint(models.values(), [data], options))
+    for label, model in tqdm(models.items(), disable=not progress_bar, desc=name):
+        if label not in study:
+            study.add(label, relative_biases(model, loss, data, **options))
+    return BiasSeries(
+        name=name,
+        labels=tuple(models),
+        positions=torch.tensor(positions),
+        batch_size=options["batch_size"],
+        slope_errors=torch.stack([study[label]["slopes"] for label in models]),
+        curvature_errors=torch.stack([study[label]["curvatures"] for label in models]),
+    )
