@@ -17,7 +17,7 @@ LIKELIHOODS = ["classification", "regression"]
 
 
 def rows_of(layer, x):
-    """Input rows `[n, positions, d_in]` of a layer, position by position, by multiplying with units."""
+    """Input rows `[n, positions, d_in]` of a layer, read by unit kernels."""
     if isinstance(layer, nn.Linear):
         return x.reshape(len(x), -1, x.shape[-1])
     # The convolution with the unit kernel e_j reads entry j of every patch.
@@ -102,7 +102,7 @@ class _Twice(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Tokens through a trainable layer, frozen normalisation and attention, and a mean over tokens."""
+    """Tokens through a trainable layer, frozen normalisation and attention, then their mean."""
 
     def __init__(self):
         super().__init__()

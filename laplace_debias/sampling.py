@@ -1,0 +1,294 @@
+r"""Which data deserve backward passes: draw them by the curvature they carry, and weight them back.
+
+A datum's contribution to every output factor B is bounded by the trace of its output Hessian, for
+softmax `tr(diag(p) - p p^T) = 1 - sum_c p_c^2`. In a well-trained classifier it nearly vanishes
+for most data, so that a uniform draw wastes its backward passes on them. Instead, data are drawn
+independently, with replacement, with probabilities `q` from their scores `s` mixed with a little
+of the uniform distribution over the `n` data of a pool, and each gets an importance weight::
+
+    q_i = (1 - u) s_i / sum_j s_j + u / n            w_i = 1 / (n q_i)
+
+For any function h, `1/m sum_{j=1}^m w_{i_j} h_{i_j}` is then unbiased for the pool's mean of h;
+the uniform part bounds the weights by `1 / u`.
+
+From a stream, `Reservoirs` makes the very same draw in one pass: m reservoirs of one item each,
+every one independent of the others. One weighted reservoir of m items would draw without
+replacement, and the weights above would be wrong for it; priority sampling has right weights of
+its own, but its items depend on each other through a common threshold, and cross-fitting needs
+folds that do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WeightedDraw:
+    """Data drawn from a pool, with importance weights.
+
+    Attributes:
+        indices: Positions in the pool, `[m]`; a datum may occur more than once.
+        weights: `1 / (n_pool q)` of each, `[m]`, in float64.
+        n_pool: Number of data in the pool.
+    """
+
+    indices: Tensor
+    weights: Tensor
+    n_pool: int
+
+
+def curvature_scores(outputs: Tensor, likelihood: str = "classification") -> Tensor:
+    """Trace of each datum's output Hessian.
+
+    Args:
+        outputs: Network outputs `[n, C]`.
+        likelihood: `"classification"` gives `1 - sum_c p_c^2`; `"regression"`, where the Hessian
+            is constant, gives the same score to all data, so that they are drawn uniformly.
+
+    Returns:
+        Scores `[n]` in float64.
+
+    Raises:
+        ValueError: For an unknown likelihood.
+
+    Example:
+        >>> curvature_scores(torch.tensor([[0.0, 0.0], [9.0, -9.0]])).round(decimals=4)
+        tensor([0.5000, 0.0000], dtype=torch.float64)
+    """
+    if likelihood == "regression":
+        return torch.ones(len(outputs), dtype=torch.float64, device=outputs.device)
+    if likelihood != "classification":
+        raise ValueError(
+            f"Expected likelihood 'classification' or 'regression', got {likelihood!r}; pass "
+            f"scores of your own for others."
+        )
+    log_p = outputs.double().log_softmax(-1)
+    return -(log_p.exp() * log_p.expm1()).sum(-1)  # sum_c p_c (1 - p_c) without cancellation
+
+
+def sampling_probabilities(scores: Tensor, uniform: float = 0.1) -> Tensor:
+    """Probabilities proportional to the scores, mixed with the uniform distribution.
+
+    Args:
+        scores: Non-negative score `[n]` of each datum in the pool.
+        uniform: Share u of the uniform distribution, in `[0, 1]`.
+
+    Returns:
+        Probabilities q, `[n]`, in float64.
+
+    Raises:
+        ValueError: If scores are negative, not finite or all zero, or `uniform` lies outside `[0,
+            1]`.
+
+    Example:
+        >>> sampling_probabilities(torch.tensor([0.0, 1.0]), uniform=0.2)
+        tensor([0.1000, 0.9000], dtype=torch.float64)
+    """
+    scores = _checked_scores(scores)
+    _check_share(uniform)
+    total = scores.sum()
+    if not total > 0:
+        raise ValueError(
+            f"Expected at least one positive score, got {len(scores)} zeros: the model is so sure "
+            f"of every datum that none carries curvature; sample uniformly instead."
+        )
+    return (1 - uniform) * scores / total + uniform / len(scores)
+
+
+def draw_weighted(
+    scores: Tensor, m: int, *, uniform: float = 0.1, generator: torch.Generator | None = None
+) -> WeightedDraw:
+    """Draw data from a pool by their scores: independent, with replacement.
+
+    Args:
+        scores: Non-negative score `[n]` of each datum in the pool.
+        m: Number of data to draw.
+        uniform: Share of the uniform distribution in the mixture.
+        generator: Source of randomness on the scores' device; the global one by default.
+
+    Returns:
+        The data's positions and weights.
+
+    Raises:
+        ValueError: As `sampling_probabilities`, or if the pool is smaller than the draw.
+
+    Example:
+        >>> draw = draw_weighted(torch.tensor([0.0, 1.0, 1.0, 0.0]), 3, uniform=0.0)
+        >>> draw.weights
+        tensor([0.5000, 0.5000, 0.5000], dtype=torch.float64)
+    """
+    q = sampling_probabilities(scores, uniform)
+    if not 1 <= m <= len(q):
+        raise ValueError(
+            f"Expected to draw between 1 and {len(q)} data from a pool of {len(q)}, got {m}; "
+            f"score a larger pool, or draw fewer data."
+        )
+    cumulative = q.cumsum(0)
+    u = torch.rand(m, dtype=torch.float64, device=q.device, generator=generator)
+    indices = torch.searchsorted(cumulative, u * cumulative[-1], right=True).clamp(max=len(q) - 1)
+    return WeightedDraw(indices, 1 / (len(q) * q[indices]), len(q))
+
+
+class Reservoirs:
+    """The same draw as `draw_weighted`, in one pass over a stream whose length is not known.
+
+    Every one of m reservoirs holds one item. An item with score s replaces it with probability s
+    over the sum of all scores so far, independently for each reservoir; in the end each holds one
+    item drawn with probability proportional to score, independent of the others. The uniform share
+    is a coin that each reservoir tosses once, at the start: heads, and it counts every item as 1.
+
+    The caller keeps the items; `update` says which of them go where.
+
+    Args:
+        m: Number of reservoirs, the data to draw.
+        uniform: Share of the uniform distribution in the mixture.
+        generator: Source of randomness; the global one by default.
+        device: Where the scores live.
+
+    Raises:
+        ValueError: If m is not positive, or `uniform` lies outside `[0, 1]`.
+
+    Example:
+        >>> reservoirs, kept = Reservoirs(2), {}
+        >>> for batch in (torch.tensor([0.1, 0.2]), torch.tensor([0.3])):
+        ...     slots, positions = reservoirs.update(batch)
+        ...     kept.update({int(s): float(batch[p]) for s, p in zip(slots, positions)})
+        >>> sorted(kept), reservoirs.draw().weights.shape
+        ([0, 1], torch.Size([2]))
+    """
+
+    def __init__(
+        self,
+        m: int,
+        *,
+        uniform: float = 0.1,
+        generator: torch.Generator | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """See the class."""
+        if m < 1:
+            raise ValueError(f"Expected a positive number of reservoirs, got {m}; draw at least one.")
+        _check_share(uniform)
+        self._m, self._uniform, self._generator = m, uniform, generator
+        self._device = torch.device(device)
+        self._ignores_score = self._rand() < uniform  # [m]
+        self._indices = torch.full((m,), -1, device=self._device)
+        self._scores = torch.zeros(m, dtype=torch.float64, device=self._device)
+        self._total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._n_pool = 0
+
+    def _rand(self) -> Tensor:
+        return torch.rand(
+            self._m, dtype=torch.float64, device=self._device, generator=self._generator
+        )
+
+    def update(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Offer a batch of the stream.
+
+        Args:
+            scores: Non-negative score `[b]` of each item in the batch.
+
+        Returns:
+            `(slots, positions)`: reservoir `slots[j]` now holds the item at `positions[j]` of this
+            batch.
+
+        Raises:
+            ValueError: If scores are negative or not finite.
+        """
+        scores = _checked_scores(scores)
+        ones = torch.ones_like(scores)
+        positions = torch.zeros_like(self._indices)
+        taken = torch.zeros_like(self._ignores_score)
+        for mine, mass, before in (
+            (self._ignores_score, ones, float(self._n_pool)),
+            (~self._ignores_score, scores, self._total),
+        ):
+            # One number decides both whether an item of this batch is taken, and which.
+            cumulative = mass.cumsum(0)
+            u = self._rand() * (before + cumulative[-1]) - before
+            hit = mine & (u >= 0) & (cumulative[-1] > 0)
+            where = torch.searchsorted(cumulative, u, right=True).clamp(max=len(scores) - 1)
+            positions = torch.where(hit, where, positions)
+            taken |= hit
+        slots = taken.nonzero().squeeze(1)
+        self._indices[slots] = positions[slots] + self._n_pool
+        self._scores[slots] = scores[positions[slots]]
+        self._total = self._total + scores.sum()
+        self._n_pool += len(scores)
+        return slots, positions[slots]
+
+    def draw(self) -> WeightedDraw:
+        """The draw from all items offered so far.
+
+        Returns:
+            Positions in the stream and importance weights of the items that the reservoirs hold.
+
+        Raises:
+            ValueError: If no item had a positive score, or the stream had fewer items than
+                reservoirs.
+        """
+        if self._n_pool < self._m:
+            raise ValueError(
+                f"Expected a stream of at least {self._m} data, got {self._n_pool}; score more "
+                f"data, or draw fewer."
+            )
+        if not self._total > 0:
+            raise ValueError(
+                f"Expected at least one positive score, got {self._n_pool} zeros: the model is so "
+                f"sure of every datum that none carries curvature; sample uniformly instead."
+            )
+        u, n = self._uniform, self._n_pool
+        q = (1 - u) * self._scores / self._total + u / n
+        return WeightedDraw(self._indices.clone(), 1 / (n * q), n)
+
+
+def effective_sample_size(weights: Tensor) -> float:
+    """How many equal contributions vary as little as these: `(sum w)^2 / sum w^2`.
+
+    Args:
+        weights: Non-negative contributions `[n]`: scores for a uniform draw, or `weights * scores`
+            for a weighted one.
+
+    Returns:
+        A number between 1 and n.
+
+    Raises:
+        ValueError: If the contributions are negative, not finite or all zero.
+
+    Example:
+        >>> effective_sample_size(torch.tensor([1.0, 1.0, 0.0, 0.0]))
+        2.0
+    """
+    weights = _checked_scores(weights)
+    if not weights.sum() > 0:
+        raise ValueError("Expected a positive contribution, got only zeros; check the scores.")
+    return float(weights.sum() ** 2 / weights.square().sum())
+
+
+def _checked_scores(scores: Tensor) -> Tensor:
+    """One finite, non-negative number per datum, in float64."""
+    if scores.ndim != 1 or not len(scores):
+        raise ValueError(
+            f"Expected scores of shape [n], got {list(scores.shape)}; pass one score per datum."
+        )
+    scores = scores.double()
+    bad = ~(torch.isfinite(scores) & (scores >= 0))
+    if bool(bad.any()):
+        first = int(bad.nonzero()[0])
+        raise ValueError(
+            f"Expected finite, non-negative scores, got {float(scores[first])} for datum {first} "
+            f"and {int(bad.sum())} such scores in all; check the model's outputs for these data."
+        )
+    return scores
+
+
+def _check_share(uniform: float) -> None:
+    """A share lies between 0 and 1."""
+    if not 0 <= uniform <= 1:
+        raise ValueError(
+            f"Expected the uniform share to lie in [0, 1], got {uniform}; 0.1 is a good choice."
+        )
