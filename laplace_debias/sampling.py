@@ -171,7 +171,9 @@ class Reservoirs:
     ) -> None:
         """See the class."""
         if m < 1:
-            raise ValueError(f"Expected a positive number of reservoirs, got {m}; draw at least one.")
+            raise ValueError(
+                f"Expected a positive number of reservoirs, got {m}; draw at least one datum."
+            )
         _check_share(uniform)
         self._m, self._uniform, self._generator = m, uniform, generator
         self._device = torch.device(device)
