@@ -16,7 +16,9 @@ from laplace_debias.kfac import kfac_factors
 class _HookInterface(CurvatureInterface):
     """Shared by the two curvatures; all but `kron` is laplace-torch's own."""
 
-    _fisher: str
+    @property
+    def _fisher(self) -> str:
+        raise NotImplementedError
 
     def kron(
         self, x: Tensor | MutableMapping[str, Any], y: Tensor, N: int, **kwargs: Any
@@ -57,7 +59,9 @@ class HookGGN(_HookInterface, GGNInterface):
     """GGN backend whose Kronecker factors come from `laplace_debias.kfac.kfac_factors`.
 
     It takes Linear, Conv1d, Conv2d and Conv3d layers with groups, dilation and any padding, frozen
-    parameters, and a weight per datum. Everything but `kron` is laplace-torch's `GGNInterface`.
+    parameters, and a weight per datum. With `stochastic=True` one random vector per datum replaces
+    the exact loss Hessian: one backward pass, whatever the number of classes. Everything but
+    `kron` is laplace-torch's `GGNInterface`.
 
     Example:
         >>> from laplace import Laplace
@@ -70,7 +74,9 @@ class HookGGN(_HookInterface, GGNInterface):
         [2, 1]
     """
 
-    _fisher = "ggn"
+    @property
+    def _fisher(self) -> str:
+        return "mc" if self.stochastic else "ggn"
 
 
 class HookEF(_HookInterface, EFInterface):

@@ -25,10 +25,9 @@ from typing import Any, Literal
 import torch
 from laplace.utils import Kron
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from laplace_debias.kfac_hooks import Tape, eval_mode, owned_parameters
-from laplace_debias.kfac_layers import accumulation_dtype, symmetric_from_lower
+from laplace_debias.loss_hessian import check_targets, loss_root, loss_sum
 
 Inputs = Tensor | MutableMapping[str, Any]
 
@@ -41,12 +40,15 @@ class InputFactors:
         names: Name of each parameter, in the order of `model.parameters()`.
         A: Mean over data and positions of `a a^T` for a weight, None for a bias.
         outputs: The network's outputs `[n, C]` of the same forward pass, for scores and losses.
+        is_output: For each parameter, whether its layer's output is the network's output. Its B
+            is then a sum of loss Hessians, and `mean_loss_hessian` gives it without backward pass.
         n_data: Number of data.
     """
 
     names: tuple[str, ...]
     A: tuple[Tensor | None, ...]
     outputs: Tensor
+    is_output: tuple[bool, ...]
     n_data: int
 
 
@@ -102,7 +104,8 @@ def kfac_factors(
     likelihood: Literal["classification", "regression"],
     params: Iterable[nn.Parameter] | None = None,
     weights: Tensor | None = None,
-    fisher: Literal["ggn", "ef"] = "ggn",
+    fisher: Literal["ggn", "mc", "ef"] = "ggn",
+    generator: torch.Generator | None = None,
     inputs: bool = True,
     vectorize: bool = False,
 ) -> KFACFactors:
@@ -122,8 +125,11 @@ def kfac_factors(
         params: Parameters that get a block; by default all that require a gradient.
         weights: Non-negative weight `[n]` of each datum in B and in the loss; by default 1. A
             stays a plain mean: the data worth backward passes for B need not be those that serve A.
-        fisher: `"ggn"`, or `"ef"` for the empirical Fisher at laplace-torch's scale (for
-            regression twice the outer product of the gradients of half the squared error).
+        fisher: `"ggn"`: the exact Hessian of the loss, C - 1 backward passes (C for regression).
+            `"mc"`: one random vector per datum with the Hessian as its second moment, one backward
+            pass, see `sampled_hessian_root`. `"ef"`: the empirical Fisher at laplace-torch's scale
+            (for regression twice the outer product of gradients of half the squared error).
+        generator: Source of randomness for `fisher="mc"`; the global one by default.
         inputs: Whether to compute A; without it the blocks of weights are `(B,)`.
         vectorize: Whether to run all backward passes as one batched pass: C times the memory and
             no faster on a CPU, but fewer and larger kernels.
@@ -142,6 +148,12 @@ def kfac_factors(
         >>> [tuple(len(M) for M in block) for block in factors.blocks]
         [(4, 3), (4,), (2, 4), (2,)]
     """
+    for value, name, known in (
+        (likelihood, "likelihood", ("classification", "regression")),
+        (fisher, "fisher", ("ggn", "mc", "ef")),
+    ):
+        if value not in known:
+            raise ValueError(f"Expected {name} in {known}, got {value!r}; pass one of them.")
     owned = owned_parameters(model, params)
     tape = Tape(owned, inputs=inputs, outputs=True)
     with eval_mode(model), torch.enable_grad():
@@ -149,8 +161,8 @@ def kfac_factors(
             f = model(x)
         _check_outputs(f)
         if y is not None:
-            _check_targets(f, y, likelihood)
-        root = _loss_root(f.detach(), y, likelihood, fisher)  # [n, C, columns]
+            check_targets(f, y, likelihood)
+        root = loss_root(f.detach(), y, likelihood, fisher, generator)  # [n, C, columns]
         if weights is not None:
             root = root * _checked_weights(weights, f).to(root).sqrt()[:, None, None]
         columns = root.permute(2, 0, 1).to(f.dtype)
@@ -158,11 +170,11 @@ def kfac_factors(
 
     blocks = []
     for p in owned:
-        block = (symmetric_from_lower(sum(B[layer] for layer in p.layers)),)
+        block = (sum(B[layer] for layer in p.layers),)
         if p.role == "weight" and inputs:
-            block += (tape.mean_input_gram(p.layers),)
+            block += (tape.input_mean(p.layers),)
         blocks.append(block)
-    loss = None if y is None else _loss_sum(f.detach(), y, likelihood, weights)
+    loss = None if y is None else loss_sum(f.detach(), y, likelihood, weights)
     return KFACFactors(tuple(p.name for p in owned), tuple(blocks), loss, len(f))
 
 
@@ -193,66 +205,9 @@ def input_factors(
     with eval_mode(model), tape.recording():
         f = model(x)
     _check_outputs(f)
-    A = tuple(tape.mean_input_gram(p.layers) if p.role == "weight" else None for p in owned)
-    return InputFactors(tuple(p.name for p in owned), A, f, len(f))
-
-
-def softmax_hessian_root(logits: Tensor) -> Tensor:
-    r"""Root of the softmax Hessian with C - 1 columns, `S S^T = diag(p) - p p^T`.
-
-    With `s = sqrt(p)` the Hessian is `diag(s) (I - s s^T) diag(s)`. The Householder reflection
-    that maps the last unit vector to `-s` has in its other C - 1 columns an orthonormal basis of
-    the complement of `s`::
-
-        S[i, j] = s_i (delta_ij - s_i s_j / (1 + s_C))   for i < C,      S[C, j] = -s_C s_j
-
-    Args:
-        logits: Network outputs `[n, C]`.
-
-    Returns:
-        Roots `[n, C, C - 1]`.
-
-    Example:
-        >>> p = torch.tensor([[0.2, 0.3, 0.5]])
-        >>> S = softmax_hessian_root(p.log())
-        >>> torch.allclose(S @ S.mT, torch.diag_embed(p) - p[:, :, None] * p[:, None])
-        True
-    """
-    s = (0.5 * logits.log_softmax(-1)).exp()  # [n, C]
-    head, last = s[:, :-1], s[:, -1:]
-    top = torch.diag_embed(head) - (head.square() / (1 + last))[:, :, None] * head[:, None, :]
-    return torch.cat([top, -(last * head)[:, None, :]], dim=1)
-
-
-def _loss_root(f: Tensor, y: Tensor | None, likelihood: str, fisher: str) -> Tensor:
-    """Vectors to propagate back, `[n, C, columns]`: root of the loss Hessian, or loss gradient."""
-    f = f.to(accumulation_dtype(f.dtype))
-    if likelihood not in ("classification", "regression"):
-        raise ValueError(
-            f"Expected likelihood 'classification' or 'regression', got {likelihood!r}; pass one "
-            f"of them."
-        )
-    if fisher == "ggn":
-        if likelihood == "classification":
-            return softmax_hessian_root(f)
-        return torch.eye(f.shape[1], dtype=f.dtype, device=f.device).expand(len(f), -1, -1)
-    if fisher != "ef":
-        raise ValueError(f"Expected fisher 'ggn' or 'ef', got {fisher!r}; pass one of them.")
-    if y is None:
-        raise ValueError("Expected targets for fisher='ef', got None; pass `y`.")
-    if likelihood == "classification":
-        return (f.softmax(-1) - F.one_hot(y, f.shape[1]))[:, :, None]
-    return (2**0.5 * (f - y))[:, :, None]  # laplace-torch: half of (2 r) (2 r)^T
-
-
-def _loss_sum(f: Tensor, y: Tensor, likelihood: str, weights: Tensor | None) -> Tensor:
-    """Weighted sum over data of cross-entropy or half squared error."""
-    f = f.to(accumulation_dtype(f.dtype))
-    if likelihood == "classification":
-        losses = F.cross_entropy(f, y, reduction="none")
-    else:
-        losses = 0.5 * (f - y).square().sum(1)
-    return losses.sum() if weights is None else losses @ weights.to(losses)
+    A = tuple(tape.input_mean(p.layers) if p.role == "weight" else None for p in owned)
+    is_output = tuple(tape.is_output(p, f) for p in owned)
+    return InputFactors(tuple(p.name for p in owned), A, f, is_output, len(f))
 
 
 def _check_outputs(f: Tensor) -> None:
@@ -262,27 +217,6 @@ def _check_outputs(f: Tensor) -> None:
         raise ValueError(
             f"Expected a model output of shape [n, C], got {got}; wrap the model so that it "
             f"returns one vector of outputs per datum."
-        )
-
-
-def _check_targets(f: Tensor, y: Tensor, likelihood: str) -> None:
-    """Class indices `[n]` for classification, values `[n, C]` for regression."""
-    n, C = f.shape
-    if likelihood == "classification":
-        if y.shape != (n,) or y.is_floating_point():
-            raise ValueError(
-                f"Expected integer class indices of shape [{n}], got {y.dtype} of shape "
-                f"{list(y.shape)}; pass one class index per datum."
-            )
-        if n and not 0 <= int(y.min()) <= int(y.max()) < C:
-            raise ValueError(
-                f"Expected class indices from 0 to {C - 1}, got some from {int(y.min())} to "
-                f"{int(y.max())}; number the classes from 0, or give the model more outputs."
-            )
-    elif y.shape != f.shape:
-        raise ValueError(
-            f"Expected regression targets of shape {list(f.shape)}, got {list(y.shape)}; targets "
-            f"need the shape of the outputs."
         )
 
 

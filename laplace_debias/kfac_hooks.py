@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from laplace_debias.kfac_layers import (
     SUPPORTED_LAYERS,
-    gradient_gram,
-    input_gram,
-    symmetric_from_lower,
+    accumulation_dtype,
+    add_gradient_gram_,
+    input_mean,
+    mirror_,
 )
 
 
@@ -124,7 +126,7 @@ class Tape:
         >>> tape = Tape(owned_parameters(layer), inputs=True, outputs=False)
         >>> with tape.recording():
         ...     _ = layer(torch.ones(3, 2))
-        >>> tape.mean_input_gram([layer])
+        >>> tape.input_mean([layer])
         tensor([[1., 1.], [1., 1.]])
     """
 
@@ -135,9 +137,9 @@ class Tape:
         # Dictionaries serve as ordered sets.
         self._input_layers = {layer: None for p in weights for layer in p.layers} if inputs else {}
         self._output_layers = {layer: None for p in owned for layer in p.layers} if outputs else {}
-        self._grams: dict[nn.Module, Tensor] = {}
-        self._n_rows: dict[nn.Module, int] = {}
+        self._input_means: dict[nn.Module, list[tuple[Tensor, int]]] = {}
         self._edges: dict[nn.Module, list[GradientEdge]] = {}
+        self._outputs: dict[nn.Module, list[tuple[ref[Tensor], int]]] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -148,7 +150,7 @@ class Tape:
         """
         handles = [
             layer.register_forward_hook(self._record)
-            for layer in {**self._input_layers, **self._output_layers}
+            for layer in {layer: None for p in self._owned for layer in p.layers}
         ]
         try:
             yield
@@ -158,36 +160,34 @@ class Tape:
         for p in self._owned:
             for layer in p.layers:
                 for layers, seen in (
-                    (self._input_layers, self._grams),
+                    (self._input_layers, self._input_means),
                     (self._output_layers, self._edges),
                 ):
                     if layer in layers and layer not in seen:
                         raise ValueError(
                             f"Expected the forward pass to call the layer of parameter {p.name}, "
-                            f"got no call (it is unused, or its weight is used without it, as in "
-                            f"MultiheadAttention); "
-                            f'freeze it: model.get_parameter("{p.name}").requires_grad_(False)'
+                            "got no call (it is unused, or its weight is used without it, as in "
+                            "MultiheadAttention); freeze it: "
+                            f'model.get_parameter("{p.name}").requires_grad_(False)'
                         )
 
     def _record(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        # With its version, because an in-place operation keeps the tensor and changes its values.
+        self._outputs.setdefault(layer, []).append((ref(output), output._version))
         if layer in self._input_layers:
             with torch.no_grad():
-                gram, n_rows = input_gram(layer, args[0])
-            # Not in place: the first gram may be of another dtype under autocast.
-            self._grams[layer] = self._grams[layer] + gram if layer in self._grams else gram
-            self._n_rows[layer] = self._n_rows.get(layer, 0) + n_rows
+                self._input_means.setdefault(layer, []).append(input_mean(layer, args[0]))
         if layer in self._output_layers:
             if not output.requires_grad:
                 raise ValueError(
                     f"Expected the output of {layer} to require a gradient, got one that does "
-                    f"not; its parameters must require gradients, and the model must not call it "
-                    f"under `no_grad`."
+                    "not; its parameters must require gradients, and the model must not call it "
+                    "under `no_grad`."
                 )
-            # An edge, not the tensor: an in-place activation would change what the tensor stands
-            # for.
+            # An edge, not the tensor, which an in-place activation would change.
             self._edges.setdefault(layer, []).append(get_gradient_edge(output))
 
-    def mean_input_gram(self, layers: Iterable[nn.Module]) -> Tensor:
+    def input_mean(self, layers: Iterable[nn.Module]) -> Tensor:
         """A: the mean of `a a^T` over all rows that the layers have seen.
 
         Args:
@@ -196,8 +196,11 @@ class Tape:
         Returns:
             Matrix `[d_in, d_in]`.
         """
-        grams = [self._grams[layer] for layer in layers]
-        return symmetric_from_lower(sum(grams)) / sum(self._n_rows[layer] for layer in layers)
+        calls = [call for layer in layers for call in self._input_means[layer]]
+        if len(calls) == 1:
+            return calls[0][0]
+        n_rows = sum(n for _, n in calls)
+        return sum(n / n_rows * A for A, n in calls)
 
     def output_grams(
         self, f: Tensor, columns: Tensor, *, vectorize: bool
@@ -210,17 +213,20 @@ class Tape:
             vectorize: Whether to propagate all columns in one batched pass.
 
         Returns:
-            Lower triangle of B, `[d_out, d_out]`, for each layer.
+            B, `[d_out, d_out]`, for each layer.
         """
         layers = [layer for layer, edges in self._edges.items() for _ in edges]
         edges = [edge for edges in self._edges.values() for edge in edges]
-        B: dict[nn.Module, Tensor] = {}
+        dtype = accumulation_dtype(f.dtype)
+        B = {
+            layer: torch.zeros(2 * layer.weight.shape[:1], dtype=dtype, device=f.device)
+            for layer in self._edges
+        }
 
         def add(gradients: tuple[Tensor | None, ...]) -> None:
             for layer, g in zip(layers, gradients, strict=True):
-                if g is not None:
-                    gram = gradient_gram(layer, g)
-                    B[layer] = B[layer] + gram if layer in B else gram
+                if g is not None:  # None: the output does not depend on the layer
+                    add_gradient_gram_(B[layer], layer, g)
 
         if vectorize:
             gradients = torch.autograd.grad(
@@ -231,8 +237,18 @@ class Tape:
             for i, column in enumerate(columns):
                 keep = i + 1 < len(columns)
                 add(torch.autograd.grad(f, edges, column, retain_graph=keep, allow_unused=True))
-        for layer in self._output_layers:
-            if layer not in B:  # the output does not depend on it
-                d_out = layer.weight.shape[0]
-                B[layer] = columns.new_zeros(d_out, d_out)
-        return B
+        return {layer: mirror_(gram) for layer, gram in B.items()}
+
+    def is_output(self, p: OwnedParameter, f: Tensor) -> bool:
+        """Whether the network's output is the output of the one layer that holds the parameter.
+
+        Args:
+            p: A recorded parameter.
+            f: Output of the recorded forward pass.
+
+        Returns:
+            True if B of the parameter is the loss Hessian itself, which needs no backward pass.
+        """
+        calls = self._outputs[p.layers[0]]
+        tensor, version = calls[0]
+        return len(p.layers) == len(calls) == 1 and tensor() is f and f._version == version

@@ -46,46 +46,57 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def add_gram_(out: Tensor, rows: Tensor) -> None:
-    """Add `rows^T rows` to the lower triangle of `out`; above the diagonal `out` is undefined.
+def add_gram_(out: Tensor, rows: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> None:
+    """Set the lower triangle of `out` to `beta * out + alpha * rows^T rows`.
 
     The matrix is split into halves recursively: the two diagonal blocks, and the block below them.
-    Large Gram matrices so cost little more than half of the full product.
+    Large Gram matrices so cost little more than half of the full product. Above the diagonal `out`
+    is undefined until `mirror_`.
 
     Args:
         out: Square matrix `[d, d]`, changed in place.
         rows: Matrix `[r, d]`, of any strides.
+        alpha: Factor of the product.
+        beta: Factor of what was there before; with 0 it may be uninitialised.
 
     Example:
-        >>> rows, out = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.zeros(2, 2)
-        >>> add_gram_(out, rows)
+        >>> rows, out = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.empty(2, 2)
+        >>> add_gram_(out, rows, alpha=0.5, beta=0.0)
         >>> out.tril()
-        tensor([[10.,  0.], [14., 20.]])
+        tensor([[ 5.,  0.], [ 7., 10.]])
     """
     d = rows.shape[1]
     if d <= _HALVE_ABOVE:
-        out.addmm_(rows.T, rows)
+        out.addmm_(rows.T, rows, alpha=alpha, beta=beta)
         return
     h = d // 2
-    add_gram_(out[:h, :h], rows[:, :h])
-    add_gram_(out[h:, h:], rows[:, h:])
-    out[h:, :h].addmm_(rows[:, h:].T, rows[:, :h])
+    add_gram_(out[:h, :h], rows[:, :h], alpha=alpha, beta=beta)
+    add_gram_(out[h:, h:], rows[:, h:], alpha=alpha, beta=beta)
+    out[h:, :h].addmm_(rows[:, h:].T, rows[:, :h], alpha=alpha, beta=beta)
 
 
-def symmetric_from_lower(M: Tensor) -> Tensor:
-    """The symmetric matrix whose lower triangle is that of `M`.
+def mirror_(out: Tensor) -> Tensor:
+    """Complete in place what `add_gram_` has built, block by block.
 
     Args:
-        M: Square matrix `[d, d]`.
+        out: Square matrix `[d, d]` from `add_gram_`.
 
     Returns:
-        Symmetric matrix `[d, d]`.
+        The same matrix, symmetric.
 
     Example:
-        >>> symmetric_from_lower(torch.tensor([[1.0, 9.0], [2.0, 3.0]]))
-        tensor([[1., 2.], [2., 3.]])
+        >>> out = torch.empty(300, 300)
+        >>> add_gram_(out, torch.ones(2, 300), beta=0.0)
+        >>> bool((mirror_(out) == 2).all())
+        True
     """
-    return M.tril() + M.tril(-1).T
+    d = len(out)
+    if d > _HALVE_ABOVE:
+        h = d // 2
+        mirror_(out[:h, :h])
+        mirror_(out[h:, h:])
+        out[:h, h:] = out[h:, :h].T
+    return out
 
 
 def conv_padding(layer: nn.Module) -> list[int]:
@@ -149,30 +160,28 @@ def conv_windows(layer: nn.Module, x: Tensor) -> Tensor:
     )
 
 
-def input_gram(layer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
-    """Sum over data and positions of `a a^T` of a layer's input rows, and the number of rows.
+def input_mean(layer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    """Mean over data and positions of `a a^T` of a layer's input rows, and the number of rows.
 
     Args:
         layer: `Linear`, `Conv1d`, `Conv2d` or `Conv3d`.
         x: The layer's input: `[n, ..., d_in]`, or `[n, C_in, *spatial]`.
 
     Returns:
-        Lower triangle of `A_sum`, `[d_in, d_in]`, in at least single precision, and the number of
-        rows.
+        A, `[d_in, d_in]`, in at least single precision, and the number of rows.
 
     Example:
-        >>> gram, n_rows = input_gram(nn.Linear(2, 1), torch.ones(3, 4, 2))
-        >>> gram.tril(), n_rows
-        (tensor([[12.,  0.], [12., 12.]]), 12)
+        >>> input_mean(nn.Linear(2, 1), 2 * torch.ones(3, 4, 2))
+        (tensor([[4., 4.], [4., 4.]]), 12)
     """
-    dtype = accumulation_dtype(x.dtype)
+    x = x.to(accumulation_dtype(x.dtype))
     if isinstance(layer, nn.Linear):
-        rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        out = rows.new_zeros(rows.shape[1], rows.shape[1])
-        add_gram_(out, rows)
-        return out, rows.shape[0]
+        rows = x.reshape(-1, x.shape[-1])
+        out = rows.new_empty(rows.shape[1], rows.shape[1])
+        add_gram_(out, rows, alpha=1 / len(rows), beta=0.0)
+        return mirror_(out), len(rows)
 
-    windows = conv_windows(layer, x.to(dtype))
+    windows = conv_windows(layer, x)
     n, d = windows.shape[0], len(layer.kernel_size)
     n_positions, d_in = prod(windows.shape[1 : 1 + d]), prod(windows.shape[1 + d :])
     # Columns first: then the innermost copy runs along the input's memory.
@@ -181,30 +190,28 @@ def input_gram(layer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     out = windows.new_zeros(d_in, d_in)
     for start in range(0, n, step):
         part = columns.narrow(1 + d, start, min(step, n - start))
-        add_gram_(out, part.reshape(d_in, -1).T)  # the only unfolded copy
-    return out, n * n_positions
+        rows = part.reshape(d_in, -1).T  # the only unfolded copy
+        add_gram_(out, rows, alpha=1 / (n * n_positions))
+    return mirror_(out), n * n_positions
 
 
-def gradient_gram(layer: nn.Module, g: Tensor) -> Tensor:
-    """Sum over data and positions of `g g^T` of the gradients of a layer's output rows.
+def add_gradient_gram_(out: Tensor, layer: nn.Module, g: Tensor) -> None:
+    """Add the sum over data and positions of `g g^T`, to be completed by `mirror_`.
 
     Args:
+        out: B so far, `[d_out, d_out]`, changed in place.
         layer: `Linear`, `Conv1d`, `Conv2d` or `Conv3d`.
-        g: Gradients of the layer's output, `[n, ..., d_out]` or `[n, d_out, *positions]`; any
-            number of such blocks may be stacked along the first axis.
-
-    Returns:
-        Lower triangle of B, `[d_out, d_out]`, in at least single precision.
+        g: Gradients of the layer's output, `[n, ..., d_out]` or `[n, d_out, *positions]`.
 
     Example:
-        >>> gradient_gram(nn.Conv1d(1, 2, 1), torch.ones(3, 2, 5)).tril()
-        tensor([[15.,  0.], [15., 15.]])
+        >>> B = torch.zeros(2, 2)
+        >>> add_gradient_gram_(B, nn.Conv1d(1, 2, 1), torch.ones(3, 2, 5))
+        >>> B
+        tensor([[15., 15.], [15., 15.]])
     """
-    g = g.to(accumulation_dtype(g.dtype))
+    g = g.to(out.dtype)
     if isinstance(layer, nn.Linear):
         rows = g.reshape(-1, g.shape[-1])
     else:
         rows = g.transpose(0, 1).reshape(g.shape[1], -1).T  # [n * positions, d_out]
-    out = rows.new_zeros(rows.shape[1], rows.shape[1])
     add_gram_(out, rows)
-    return out

@@ -11,7 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from laplace_debias.hook_backend import HookEF, HookGGN
-from laplace_debias.kfac import input_factors, kfac_factors, softmax_hessian_root
+from laplace_debias.kfac import input_factors, kfac_factors
+from laplace_debias.loss_hessian import (
+    mean_loss_hessian,
+    sampled_hessian_root,
+    softmax_hessian_root,
+)
 
 LIKELIHOODS = ["classification", "regression"]
 
@@ -355,9 +360,31 @@ def test_errors_say_what_to_do():
         kfac_factors(model, x, y, weights=torch.ones(5), **kwargs)
     with pytest.raises(ValueError, match="non-negative"):
         kfac_factors(model, x, y, weights=-torch.ones(6), **kwargs)
-    with pytest.raises(ValueError, match="'ggn' or 'ef'"):
-        kfac_factors(model, x, y, fisher="mc", **kwargs)
+    with pytest.raises(ValueError, match="'ggn', 'mc', 'ef'"):
+        kfac_factors(model, x, y, fisher="hessian", **kwargs)
     with pytest.raises(ValueError, match="pass `y`"):
         kfac_factors(model, x, fisher="ef", **kwargs)
     with pytest.raises(ValueError, match="likelihood"):
         kfac_factors(model, x, likelihood="reward")
+
+
+def test_layers_at_the_output_are_recognised():
+    """B of the last layer is the mean loss Hessian; not so after an activation, in place or not."""
+    model, x, y = make("mlp", "classification")
+    forward = input_factors(model, x)
+    assert forward.is_output == (False, False, True, True)
+    factors = kfac_factors(model, x, y, likelihood="classification")
+    for B in (factors.blocks[2][0], factors.blocks[3][0]):
+        torch.testing.assert_close(B / 6, mean_loss_hessian(forward.outputs, "classification"))
+    for inplace in (True, False):
+        covered = nn.Sequential(*copy.deepcopy(model), nn.ReLU(inplace=inplace))
+        assert input_factors(covered, x).is_output == (False,) * 4
+
+
+def test_stochastic_backend_takes_one_backward_pass():
+    model, x, y = make("mlp", "classification")
+    torch.manual_seed(0)
+    _, kron = HookGGN(model, "classification", stochastic=True).kron(x, y, N=6)
+    generator = torch.Generator().manual_seed(0)
+    v = sampled_hessian_root(model(x).detach(), "classification", generator).squeeze(2)
+    torch.testing.assert_close(kron.kfacs[2][0], v.T @ v)
