@@ -1,0 +1,216 @@
+r"""The posterior precision of a fitted Kron Laplace, block by block, in its eigenbasis.
+
+Conventions (those of laplace-torch's ``KronDecomposed``). Block :math:`l` belongs to one
+parameter tensor. With :math:`h` the Hessian factor (``1 / (sigma_noise**2 * temperature)``) and
+:math:`\delta` the prior precision of the block, the posterior precision is
+
+.. math::
+    P_l = (Q_B \otimes Q_A) \, \mathrm{diag}(h \, \lambda_B \otimes \lambda_A + \delta)
+          \, (Q_B \otimes Q_A)^\top
+
+for a weight (rows :math:`d_{out}`, columns :math:`d_{in}`, flattened row by row), and
+:math:`P_l = Q \, \mathrm{diag}(h \lambda + \delta) \, Q^\top` for a block with a single factor (a
+bias). The eigenbasis does not depend on :math:`\delta`: many prior precisions share everything
+but the last elementwise inverse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from laplace.baselaplace import KronLaplace
+from laplace.utils import FeatureExtractor
+from laplace.utils.matrix import KronDecomposed
+from torch import Tensor, nn
+
+PriorPrecisions = float | Tensor | Sequence[float | Tensor]
+
+
+@dataclass(frozen=True)
+class EigenBlock:
+    """One block of the posterior precision in its eigenbasis, for k prior precisions.
+
+    Attributes:
+        name: Name of the parameter, for messages.
+        param: The parameter tensor that the block belongs to.
+        Q: Eigenvectors, ``(Q_B, Q_A)`` for a weight or ``(Q,)`` for a single-factor block.
+        lam: Eigenvalues of the likelihood's curvature, ``[d_out, d_in]`` or ``[d]``.
+        delta: The k prior precisions of this block, ``[k]``.
+        max_numel: Most numbers that :meth:`inverses` may hold in one array.
+        keep: Whether :meth:`inverses` may keep its result.
+    """
+
+    name: str
+    param: Tensor
+    Q: tuple[Tensor, ...]
+    lam: Tensor
+    delta: Tensor
+    max_numel: int = 2**26
+    keep: bool = True
+    _kept: dict[bool, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def inverse(self, ks: slice = slice(None), input_first: bool = False) -> Tensor:
+        r"""Return the posterior variances in the eigenbasis, :math:`1 / (\lambda + \delta_k)`.
+
+        Args:
+            ks: Which prior precisions.
+            input_first: Return ``[d_in, d_out, k]`` instead of ``[D, k]``.
+        """
+        lam = self.lam.T.contiguous() if input_first else self.lam.flatten()
+        return (lam.unsqueeze(-1) + self.delta[ks]).reciprocal_()
+
+    def inverses(self, input_first: bool = False) -> Iterator[Tensor]:
+        """Yield :meth:`inverse` for all prior precisions, at most ``max_numel`` numbers at once.
+
+        What fits is kept for the next call, if ``keep`` says so.
+        """
+        size = max(1, self.max_numel // self.lam.numel())
+        if len(self.delta) > size or not self.keep:
+            for start in range(0, len(self.delta), size):
+                yield self.inverse(slice(start, start + size), input_first)
+            return
+        if input_first not in self._kept:
+            self._kept[input_first] = self.inverse(input_first=input_first)
+        yield self._kept[input_first]
+
+
+def prior_grid(
+    prior_precisions: PriorPrecisions, n_blocks: int, like: Tensor
+) -> tuple[Tensor, bool]:
+    """Bring one or many prior precisions to one form.
+
+    Args:
+        prior_precisions: A number or 0-d tensor (one scalar prior precision), a 1-d tensor or
+            sequence of k numbers (k scalar ones), a ``[k, n_blocks]`` tensor (k layer-wise ones),
+            or a sequence that mixes numbers and layer-wise 1-d tensors.
+        n_blocks: Number of blocks (parameter tensors) of the posterior.
+        like: A tensor whose dtype and device the result takes.
+
+    Returns:
+        The grid ``[k, n_blocks]``, and whether there were many (``False`` for a single number).
+
+    Raises:
+        ValueError: If a value is not positive and finite or a length is wrong.
+
+    Example:
+        >>> grid, many = prior_grid([1.0, torch.tensor([2.0, 3.0])], 2, torch.zeros(1))
+        >>> grid.tolist(), many
+        ([[1.0, 1.0], [2.0, 3.0]], True)
+    """
+    if isinstance(prior_precisions, Tensor):
+        rows = prior_precisions.detach()
+        if rows.ndim > 2:
+            raise ValueError(
+                f"Expected prior precisions with at most 2 dimensions [k, {n_blocks}], got shape "
+                f"{tuple(rows.shape)}. Pass a number, k numbers, or a [k, {n_blocks}] tensor."
+            )
+        many = rows.ndim > 0
+        rows = [rows] if rows.ndim == 0 else list(rows)
+    elif isinstance(prior_precisions, Sequence) and not isinstance(prior_precisions, str):
+        rows, many = list(prior_precisions), True
+    else:
+        rows, many = [prior_precisions], False
+    if not rows:
+        raise ValueError("Expected at least one prior precision, got none. Pass e.g. [0.1, 1.0].")
+
+    grid = []
+    for row in rows:
+        try:
+            row = torch.as_tensor(row, dtype=torch.float64).detach().reshape(-1)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"Expected a prior precision to be a number or a tensor, got {row!r}. "
+                "Pass positive floats."
+            ) from error
+        if len(row) not in (1, n_blocks):
+            raise ValueError(
+                f"Expected a prior precision of length 1 or {n_blocks} (one per parameter tensor), "
+                f"got length {len(row)}. Pass a number or a tensor of {n_blocks} values."
+            )
+        if not (torch.isfinite(row).all() and (row > 0).all()):
+            raise ValueError(
+                f"Expected positive, finite prior precisions, got {row.tolist()}. "
+                "Pass values greater than 0."
+            )
+        grid.append(row.expand(n_blocks))
+    return torch.stack(grid).to(dtype=like.dtype, device=like.device), many
+
+
+def is_last_layer(la: KronLaplace) -> bool:
+    """Say whether the Laplace approximation covers the last layer only."""
+    return isinstance(la.model, FeatureExtractor)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to sum squares in: half precision is widened to float32."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def posterior_params(la: KronLaplace) -> list[nn.Parameter]:
+    """Return the parameter tensors of the blocks of ``la.H``, in its order."""
+    if not is_last_layer(la):
+        return list(la.params)
+    params = list(la.model.last_layer.parameters())
+    if len(params) != len(la.H):  # a frozen bias has no block
+        params = [p for p in params if p.requires_grad]
+    return params
+
+
+def check_fitted(la: KronLaplace) -> None:
+    """Raise if ``la`` is not a fitted Kron Laplace approximation.
+
+    Raises:
+        TypeError: If ``la`` is not a ``KronLaplace``.
+        AttributeError: If it has not been fitted.
+    """
+    if not isinstance(la, KronLaplace):
+        raise TypeError(
+            f"Expected a KronLaplace or KronLLLaplace, got {type(la).__name__}. "
+            'Build it with hessian_structure="kron".'
+        )
+    if not isinstance(la.H, KronDecomposed):
+        raise AttributeError(
+            "Expected a fitted Laplace approximation, got one without curvature. "
+            "Call la.fit(train_loader) first."
+        )
+
+
+def eigen_blocks(la: KronLaplace, deltas: Tensor, memory_budget: int) -> list[EigenBlock]:
+    """Return the blocks of the posterior precision for the given prior precisions.
+
+    Args:
+        la: A fitted Kron Laplace approximation.
+        deltas: Prior precisions ``[k, n_blocks]``.
+        memory_budget: Bytes to stay within; a quarter of it may hold posterior variances.
+
+    Raises:
+        ValueError: If the blocks of ``la.H`` do not match the parameters.
+    """
+    params = posterior_params(la)
+    if len(params) != len(la.H):
+        raise ValueError(
+            f"Expected one curvature block per parameter tensor ({len(params)}), got {len(la.H)}. "
+            "Refit: the model or its frozen parameters changed since la.fit."
+        )
+    names = {id(p): name for name, p in la.model.named_parameters()}
+    offsets = la.H.deltas.expand(len(params))
+    max_numel = max(1, memory_budget // (4 * deltas.element_size()))
+    keep = len(deltas) * sum(p.numel() for p in params) <= max_numel
+    blocks = []
+    for i, p in enumerate(params):
+        dtype = compute_dtype(p.dtype)
+        Qs = tuple(Q.detach().to(dtype) for Q in la.H.eigenvectors[i])
+        lams = [lam.detach().to(dtype) for lam in la.H.eigenvalues[i]]
+        if math.prod(map(len, lams)) != p.numel():
+            raise ValueError(
+                f"Expected a block of {p.numel()} rows for {names.get(id(p))!r} of shape "
+                f"{tuple(p.shape)}, got {math.prod(map(len, lams))}. Refit the approximation."
+            )
+        lam = lams[0] if len(lams) == 1 else torch.outer(lams[0], lams[1])
+        lam = la._H_factor.detach().to(dtype) * lam + offsets[i].to(dtype)
+        name, delta = names.get(id(p), f"block {i}"), deltas[:, i].to(dtype)
+        blocks.append(EigenBlock(name, p, Qs, lam, delta, max_numel, keep))
+    return blocks

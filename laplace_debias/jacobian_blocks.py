@@ -1,0 +1,238 @@
+r"""Pure maths of one Jacobian block in the eigenbasis; no model, no hooks, no state.
+
+Notation, for one parameter tensor, one datum and one output (class) :math:`c`. A layer sees
+inputs :math:`a_r` at positions :math:`r = 1, \dots, R` (tokens, pixels, repeated calls), and
+:math:`g_{cr}` is the gradient of output c with respect to the layer's output there. Then
+
+.. math::
+    J_c = \sum_r g_{cr} a_r^\top, \qquad
+    \tilde J_c = Q_B^\top J_c Q_A = \sum_r (Q_B^\top g_{cr}) (Q_A^\top a_r)^\top,
+
+for a weight, and :math:`J_c = \sum_r g_{cr}`, :math:`\tilde J_c = Q^\top J_c` for a bias. With the
+posterior variances in the eigenbasis, :math:`w_{ij} = 1 / (\lambda_{ij} + \delta)`, the block adds
+
+.. math::
+    \Sigma_{cd} = \sum_{ij} w_{ij} \tilde J_{c,ij} \tilde J_{d,ij}
+
+to the covariance of outputs c and d. With one position the block has rank one, and the input
+side can be contracted first: :math:`s_i = \sum_j w_{ij} \tilde a_j^2` and
+:math:`\Sigma_{cd} = \sum_i s_i \tilde g_{ci} \tilde g_{di}`, with no factor C and no
+:math:`[d_{out}, d_{in}]` array per datum.
+
+Shapes: A ``[n, R, d_in]``, G ``[n, C, d_out, R]``, weights w ``[D, k]`` for k prior precisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Numbers per array in the innermost loop: 6 MB in float32, so that the rotated Jacobians of a few
+# data stay in cache between the product that makes them and the one that consumes them.
+CHUNK_NUMEL = 1_500_000
+
+
+def patches(x: Tensor, conv: nn.Conv2d) -> Tensor:
+    r"""Extract the input patches of a convolution, channels last inside a patch.
+
+    Copying from a channels-last image moves runs of ``kernel_width * C_in`` numbers, several
+    times faster than ``F.unfold``, whose order is ``(C_in, kh, kw)``; :func:`patch_order` brings an
+    eigenvector matrix to this order.
+
+    Args:
+        x: Images ``[n, C_in, height, width]``.
+        conv: The convolution: its kernel size, stride, padding (and mode), dilation, groups.
+
+    Returns:
+        Patches ``[n, R, groups, d_in]``, with ``d_in = kh * kw * C_in / groups``.
+
+    Example:
+        >>> conv = nn.Conv2d(2, 3, 3, stride=2, padding=1)
+        >>> patches(torch.zeros(5, 2, 8, 8), conv).shape
+        torch.Size([5, 16, 1, 18])
+    """
+    (kh, kw), (sh, sw), (dh, dw) = conv.kernel_size, conv.stride, conv.dilation
+    pad = conv._reversed_padding_repeated_twice  # (left, right, top, bottom), "same" resolved
+    if conv.padding_mode == "zeros":
+        x = F.pad(x.permute(0, 2, 3, 1), (0, 0, *pad))  # [n, height, width, C_in]
+    else:
+        x = F.pad(x, tuple(pad), mode=conv.padding_mode).permute(0, 2, 3, 1)
+    x = x.unfold(1, (kh - 1) * dh + 1, sh)[..., ::dh].unfold(2, (kw - 1) * dw + 1, sw)[..., ::dw]
+    n, H, W = x.shape[:3]  # [n, H, W, C_in, kh, kw]
+    x = x.unflatten(3, (conv.groups, -1)).permute(0, 1, 2, 3, 5, 6, 4)
+    return x.reshape(n, H * W, conv.groups, -1)
+
+
+def patch_order(Q_A: Tensor, conv: nn.Conv2d) -> Tensor:
+    """Permute the rows of ``Q_A`` from ``(C_in, kh, kw)`` to the order of :func:`patches`."""
+    return Q_A.unflatten(0, (-1, *conv.kernel_size)).permute(1, 2, 0, 3).reshape(Q_A.shape)
+
+
+def data_chunks(n: int, numel_per_datum: int) -> list[slice]:
+    """Cut n data into slices whose arrays hold about ``CHUNK_NUMEL`` numbers."""
+    size = max(1, min(n, CHUNK_NUMEL // max(1, numel_per_datum)))
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def weight_jacobians(
+    A: Tensor, G: Tensor, Q_B: Tensor, Q_A: Tensor, groups: int = 1, whole: bool = False
+) -> Iterator[Tensor]:
+    r"""Yield :math:`\tilde J_c = Q_B^\top (\sum_r g_{cr} a_r^\top) Q_A`, a few data at a time.
+
+    Each factor is rotated before or after the sum over positions, whichever is cheaper: before
+    costs ``R d_in^2`` and ``C R d_out^2``, after costs ``C d_out d_in^2`` and ``C d_out^2 d_in``.
+
+    Args:
+        A: Layer inputs ``[n, R, groups, d_in]``.
+        G: Output gradients ``[n, C, d_out, R]``.
+        Q_B: Eigenvectors of the output factor ``[d_out, d_out]``.
+        Q_A: Eigenvectors of the input factor ``[d_in, d_in]``.
+        groups: Convolution groups; output row o sees the inputs of its own group only.
+        whole: Yield all the data at once.
+
+    Yields:
+        ``[m, C, d_out * d_in]`` for the next m data, an array that the caller may overwrite.
+    """
+    n, C, d_out, R = G.shape
+    d_in = A.shape[-1]
+    B_first = groups == 1 and R <= d_in
+    A_first = R * groups <= C * d_out
+    if B_first:
+        G = Q_B.T @ G
+    if A_first:
+        A = A @ Q_A
+    if groups == 1:
+        G, A = G.reshape(n, C * d_out, R), A.squeeze(2)
+    else:
+        G = G.unflatten(2, (groups, -1)).transpose(1, 2).reshape(n, groups, -1, R)
+        A = A.transpose(1, 2)  # [n, groups, R, d_in]
+    for s in [slice(0, n)] if whole else data_chunks(n, C * d_out * d_in):
+        J = G[s] @ A[s]
+        if groups == 1:
+            J = J.view(-1, C, d_out, d_in)
+        else:  # [m, groups, C * d_out / groups, d_in] -> [m, C, d_out, d_in]
+            J = J.unflatten(2, (C, -1)).transpose(1, 2).flatten(2, 3)
+        if not A_first:
+            J = J @ Q_A
+        if not B_first:
+            J = Q_B.T @ J
+        yield J.flatten(2)
+
+
+def dense_jacobians(J: Tensor, Q: tuple[Tensor, ...], whole: bool = False) -> Iterator[Tensor]:
+    r"""Yield :math:`\tilde J` for an explicit Jacobian ``J [n, C, D]``, a few data at a time.
+
+    :math:`\tilde J_c = Q^\top J_c` for one factor, :math:`Q_B^\top J_c Q_A` for two.
+    """
+    for s in [slice(0, len(J))] if whole else data_chunks(len(J), J[0].numel()):
+        if len(Q) == 1:
+            yield J[s] @ Q[0]
+        else:
+            Q_B, Q_A = Q
+            yield (Q_B.T @ (J[s].unflatten(2, (len(Q_B), len(Q_A))) @ Q_A)).flatten(2)
+
+
+def variance(J: Tensor, w: Tensor) -> Tensor:
+    r"""Contract :math:`\sum_i w_{ik} \tilde J_{ci}^2`.
+
+    Args:
+        J: Squares of the rotated Jacobians ``[m, C, D]``.
+        w: Posterior variances ``[D, k]``, or ``[m, D, k]`` if they differ between data.
+
+    Returns:
+        Output variances ``[m, C, k]``.
+
+    Example:
+        >>> variance(torch.tensor([[[1.0, 4.0]]]), torch.tensor([[1.0], [0.5]]))
+        tensor([[[3.]]])
+    """
+    return torch.matmul(J, w)
+
+
+def covariance(J: Tensor, w: Tensor) -> Tensor:
+    r"""Contract :math:`\sum_i w_{ik} \tilde J_{ci} \tilde J_{di}`.
+
+    With many prior precisions the products :math:`\tilde J_c \tilde J_d` of the pairs c <= d are
+    formed once and shared; with few, J is scaled once per prior precision.
+
+    Args:
+        J: Rotated Jacobians ``[m, C, D]``.
+        w: Posterior variances ``[D, k]``, or ``[m, D, k]`` if they differ between data.
+
+    Returns:
+        Output covariances ``[m, C, C, k]``.
+
+    Example:
+        >>> covariance(torch.tensor([[[1.0, 2.0], [1.0, 0.0]]]), torch.ones(2, 1)).squeeze()
+        tensor([[5., 1.],
+                [1., 1.]])
+    """
+    C, k = J.shape[1], w.shape[-1]
+    if 2 * k <= C:
+        scaled = [(J * w[..., i].unsqueeze(-2)) @ J.mT for i in range(k)]
+        return torch.stack(scaled, dim=-1)
+    rows = [torch.matmul(J[:, c : c + 1] * J[:, c:], w) for c in range(C)]  # [m, C - c, k]
+    upper = torch.cat(rows, dim=1)
+    pair = torch.zeros(C, C, dtype=torch.long, device=J.device)
+    c, d = torch.triu_indices(C, C, device=J.device)
+    pair[c, d] = pair[d, c] = torch.arange(len(c), device=J.device)
+    return upper[:, pair]
+
+
+def joint_covariance(J: Tensor, w: Tensor) -> Tensor:
+    r"""Contract :math:`\sum_i w_{ik} \tilde J_{nc,i} \tilde J_{md,i}` across data.
+
+    Args:
+        J: Rotated Jacobians ``[n, C, D]``.
+        w: Posterior variances ``[D, k]``.
+
+    Returns:
+        Covariances of all outputs of all data ``[n * C, n * C, k]``.
+    """
+    J = J.flatten(0, 1)
+    return torch.stack([(J * w[:, i]) @ J.mT for i in range(w.shape[-1])], dim=-1)
+
+
+def input_side(a: Tensor, w: Tensor) -> Tensor:
+    r"""Contract the input side of a one-position layer: :math:`s_i = \sum_j w_{ij} \tilde a_j^2`.
+
+    Args:
+        a: Rotated layer inputs ``[n, d_in]``.
+        w: Posterior variances, input dimension first, ``[d_in, d_out, k]``.
+
+    Returns:
+        ``[n, d_out, k]``, the weights for :func:`variance` and :func:`covariance` of the rotated
+        output gradients.
+
+    Example:
+        >>> input_side(torch.tensor([[1.0, 2.0]]), torch.ones(2, 3, 1)).squeeze(-1)
+        tensor([[5., 5., 5.]])
+    """
+    return (a.square() @ w.flatten(1)).unflatten(1, w.shape[1:])
+
+
+CONTRACTIONS = {"variance": variance, "covariance": covariance, "joint": joint_covariance}
+
+
+def contract(
+    jacobians: Iterable[Tensor], inverses: Callable[[], Iterable[Tensor]], mode: str
+) -> Tensor:
+    """Contract chunks of data with chunks of prior precisions.
+
+    Args:
+        jacobians: Rotated Jacobians ``[m, C, D]`` of consecutive data; they may be overwritten.
+        inverses: Gives the posterior variances ``[D, k]`` of consecutive prior precisions.
+        mode: A key of ``CONTRACTIONS``.
+
+    Returns:
+        ``[n, C, k]``, ``[n, C, C, k]`` or ``[n * C, n * C, k]``.
+    """
+    parts = []
+    for J in jacobians:
+        if mode == "variance":  # squared once, in place where autograd allows it
+            J = J.square() if J.requires_grad else J.square_()
+        parts.append(torch.cat([CONTRACTIONS[mode](J, w) for w in inverses()], dim=-1))
+    return torch.cat(parts)

@@ -1,0 +1,214 @@
+"""From a captured run to rotated Jacobians and their contractions, one parameter tensor at a time.
+
+This is where the maths of :mod:`laplace_debias.jacobian_blocks` meets the layers that
+:mod:`laplace_debias.capture` recorded.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias import jacobian_blocks as maths
+from laplace_debias.capture import (
+    Capture,
+    Inputs,
+    LayerCall,
+    data_dims,
+    is_ordinary,
+    owners,
+    per_datum_jacobians,
+    run,
+    size_of,
+    take,
+)
+from laplace_debias.eigenbasis import EigenBlock, compute_dtype
+
+Source = tuple[LayerCall, "int | None"]
+
+
+class LayerJacobians:
+    """Contract the Jacobian of a model with the blocks of a posterior.
+
+    Args:
+        model: The model.
+        blocks: The blocks of the posterior, each with its parameter.
+        key: Key of the input tensor in a mapping.
+        keep_graph: Allow differentiating the results with respect to the inputs.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: list[EigenBlock], key: str, keep_graph: bool = False
+    ) -> None:
+        """Find the layers to record."""
+        self.model, self.blocks, self.key, self.keep_graph = model, blocks, key, keep_graph
+        self.owners = owners(model, [block.param for block in blocks])
+        self.modules = list(
+            dict.fromkeys(m for found in self.owners.values() for m, _ in found if is_ordinary(m))
+        )
+        self.names = {module: name for name, module in model.named_modules()}
+        self.dims: dict[nn.Module, list[int | None]] | None = None
+        self._warned: set[str] = set()
+
+    def prepare(self, x: Inputs) -> int:
+        """Look at one or two data; return the bytes that a datum will need.
+
+        Counted are the output gradients of all layers and outputs, the activations the graph
+        holds, and the patches of the largest layer, before and after rotation.
+        """
+        n = size_of(x, self.key)
+        if self.dims is None and n > 1:
+            self.dims = data_dims(self.model, x, self.modules, self.key)
+        probe = run(self.model, take(x, slice(0, 1), self.key), self.modules)
+        C, held, largest = probe.f.shape[1], 0, 0
+        for call in (call for calls in probe.calls.values() for call in calls):
+            outputs = call.shape.numel()
+            held += (C + 4) * outputs + 2 * call.a.numel()
+            d_in = call.module.weight[0].numel()
+            R, groups = call.positions(1), getattr(call.module, "groups", 1)
+            largest = max(largest, 2 * R * groups * d_in + C * outputs)
+        return (held + largest) * torch.finfo(compute_dtype(probe.f.dtype)).bits // 8
+
+    def contract(self, x: Inputs, mode: str) -> tuple[Tensor, Tensor]:
+        """Return the outputs ``[n, C]`` and the sum over blocks of their contractions.
+
+        Args:
+            x: The data.
+            mode: ``"variance"`` (``[n, C, k]``), ``"covariance"`` (``[n, C, C, k]``) or
+                ``"joint"`` (``[n * C, n * C, k]``).
+        """
+        capture = run(self.model, x, self.modules, self.keep_graph)
+        n = len(capture.f)
+        sources: dict[int, list[Source]] = {}
+        others: list[EigenBlock] = []
+        for block in self.blocks:
+            found = self._sources(block, capture, n)
+            if isinstance(found, str):
+                self._warn(block, found)
+                others.append(block)
+            elif found:
+                sources[id(block)] = found
+
+        gradients = self._gradients(capture, sources)
+        total: Tensor | None = None
+        for block in self.blocks:
+            if id(block) in sources:
+                part = self._structured(block, sources[id(block)], gradients, mode)
+                total = part if total is None else total + part
+        if others:
+            params = [block.param for block in others]
+            jacobians = per_datum_jacobians(self.model, x, params, self.key, self.keep_graph)
+            for block, J in zip(others, jacobians, strict=True):
+                chunks = maths.dense_jacobians(J.to(block.lam.dtype), block.Q, mode == "joint")
+                part = maths.contract(chunks, block.inverses, mode)
+                total = part if total is None else total + part
+        return capture.f, total
+
+    def _sources(self, block: EigenBlock, capture: Capture, n: int) -> list[Source] | str:
+        """Return the calls that make up a block's Jacobian, or why there is no such list."""
+        found = self.owners.get(id(block.param), [])
+        for module, name in found:
+            if name not in ("weight", "bias") or not is_ordinary(module):
+                return f"{type(module).__name__} is not an ordinary Linear or Conv2d"
+        sources: list[Source] = []
+        for module, _ in found:
+            calls = capture.calls[module]
+            dims = (self.dims or {}).get(module, []) if n > 1 else [None] * len(calls)
+            if len(dims) != len(calls):
+                return "its layer is not called equally often for all inputs"
+            sources += zip(calls, dims, strict=True)
+        if capture.uses[id(block.param)] != len(sources):
+            return "it is used outside the layer that owns it"
+        for call, dim in sources:
+            conv = isinstance(call.module, nn.Conv2d)
+            if (conv and call.a.ndim != 4) or (n > 1 and (dim is None or (conv and dim != 0))):
+                return "its layer does not keep the data apart along one dimension"
+        if len({getattr(call.module, "groups", 1) for call, _ in sources}) > 1:
+            return "it is shared by convolutions with different groups"
+        return sources
+
+    def _warn(self, block: EigenBlock, reason: str) -> None:
+        """Say once per parameter that the slow exact way is taken, and why."""
+        if block.name in self._warned:
+            return
+        self._warned.add(block.name)
+        found = self.owners.get(id(block.param), [])
+        modules = [self.names[module] or "the model itself" for module, _ in found]
+        warnings.warn(
+            f"The Jacobian of {block.name!r} (module {', '.join(modules)}) is computed one datum "
+            f"and output at a time, which is exact but slow: {reason}. Freeze the parameter, or "
+            "write the module with nn.Linear and nn.Conv2d, to take the fast way.",
+            stacklevel=6,
+        )
+
+    def _gradients(self, capture: Capture, sources: dict[int, list[Source]]) -> dict[int, Tensor]:
+        """Return the gradient of every output at every call, ``[n, C, d_out, R]`` by ``id``.
+
+        One backward pass per output, without weight gradients. A loop, because batched passes
+        over all outputs leave the cache and were slower by up to three times.
+        """
+        needed = {id(call): (call, dim) for found in sources.values() for call, dim in found}
+        needed = list(needed.values())
+        n, C = capture.f.shape
+        dtype = compute_dtype(capture.f.dtype)
+        if not needed:
+            return {}
+        edges = [call.edge for call, _ in needed]
+        shapes = [(n, C, call.module.weight.shape[0], call.positions(n)) for call, _ in needed]
+        kept: list[list[Tensor]] = [[] for _ in needed]
+        if not self.keep_graph:
+            buffers = [capture.f.new_empty(shape, dtype=dtype) for shape in shapes]
+        for c in range(C):
+            e_c = torch.zeros_like(capture.f)
+            e_c[:, c] = 1
+            grads = torch.autograd.grad(
+                capture.f,
+                edges,
+                e_c,
+                retain_graph=self.keep_graph or c + 1 < C,
+                create_graph=self.keep_graph,
+                allow_unused=True,
+            )
+            for i, ((call, dim), g) in enumerate(zip(needed, grads, strict=True)):
+                g = capture.f.new_zeros(call.shape) if g is None else g
+                g = call.gradients(g, n, dim)
+                if self.keep_graph:
+                    kept[i].append(g.to(dtype))
+                else:
+                    buffers[i][:, c].copy_(g)
+        if self.keep_graph:
+            buffers = [torch.stack(g, dim=1) for g in kept]
+        return {id(call): G for (call, _), G in zip(needed, buffers, strict=True)}
+
+    def _structured(
+        self, block: EigenBlock, sources: list[Source], gradients: dict[int, Tensor], mode: str
+    ) -> Tensor:
+        """Contract one block from its layer inputs and output gradients."""
+        with torch.set_grad_enabled(self.keep_graph):
+            Gs = [gradients[id(call)] for call, _ in sources]
+            G = torch.cat(Gs, dim=-1) if len(Gs) > 1 else Gs[0]  # [n, C, d_out, R]
+            n, R = len(G), G.shape[-1]
+            module = sources[0][0].module
+            if block.param is module.bias:
+                chunks = maths.dense_jacobians(G.sum(-1), block.Q, mode == "joint")
+                return maths.contract(chunks, block.inverses, mode)
+
+            inputs = [call.inputs(n, dim).to(block.lam.dtype) for call, dim in sources]
+            A = torch.cat(inputs, dim=1) if len(inputs) > 1 else inputs[0]  # [n, R, groups, d_in]
+            if len(block.Q) == 1:  # a weight of one element has a single factor
+                J = torch.einsum("ncor,nrgi->ncogi", G, A).flatten(2)
+                chunks = maths.dense_jacobians(J, block.Q, mode == "joint")
+                return maths.contract(chunks, block.inverses, mode)
+
+            Q_B, Q_A = block.Q
+            if isinstance(module, nn.Conv2d):
+                Q_A = maths.patch_order(Q_A, module)
+            groups = A.shape[2]
+            if R == 1 and groups == 1 and mode != "joint":
+                g, a = G.squeeze(-1) @ Q_B, A.flatten(1) @ Q_A
+                sides = [maths.input_side(a, w) for w in block.inverses(input_first=True)]
+                return maths.contract([g], lambda: sides, mode)
+            chunks = maths.weight_jacobians(A, G, Q_B, Q_A, groups, whole=mode == "joint")
+            return maths.contract(chunks, block.inverses, mode)

@@ -1,0 +1,120 @@
+r"""From Gaussian outputs to class probabilities, for one or many covariances at once.
+
+With output mean :math:`\mu` and covariance :math:`\Sigma` of one datum and K classes:
+
+- ``probit``: softmax of :math:`\mu_c / \sqrt{1 + \pi \Sigma_{cc} / 8}`; needs diagonals only.
+- ``mc``: mean of softmax over samples of the Gaussian.
+- ``bridge``: the Laplace bridge to a Dirichlet. With the zero-sum correction
+  :math:`\mu' = \mu - \Sigma 1 \, (1^\top \mu) / (1^\top \Sigma 1)` and
+  :math:`\Sigma' = \Sigma - \Sigma 1 1^\top \Sigma / (1^\top \Sigma 1)`, the concentrations are
+  :math:`\alpha_c = (1 - 2 / K + e^{\mu'_c} \sum_d e^{-\mu'_d} / K^2) / \Sigma'_{cc}`, and the
+  probabilities their shares.
+- ``bridge_norm``: the same after dividing :math:`\Sigma'` by
+  :math:`t = \mathrm{mean}_c \Sigma'_{cc} / \sqrt{K / 2}` and :math:`\mu'` by its root.
+
+These are laplace-torch's formulas, without its replacement of NaN by one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+LINKS = ("probit", "mc", "bridge", "bridge_norm")
+
+
+def check_link(link_approx: str) -> None:
+    """Raise a ``ValueError`` for an unknown link approximation."""
+    if link_approx not in LINKS:
+        raise ValueError(f"Expected link_approx to be one of {LINKS}, got {link_approx!r}.")
+
+
+def needs_diagonal_only(link_approx: str, diagonal_output: bool = False) -> bool:
+    """Say whether the link needs no more than the variances of the outputs."""
+    return link_approx == "probit" or (link_approx == "mc" and diagonal_output)
+
+
+def class_probabilities(
+    mean: Tensor,
+    covariance: Tensor,
+    link_approx: str = "probit",
+    *,
+    diagonal: bool = False,
+    n_samples: int = 100,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Apply a link approximation.
+
+    Args:
+        mean: Output means ``[n, C]``.
+        covariance: Covariances ``[..., n, C, C]``, or variances ``[..., n, C]`` with ``diagonal``;
+            leading dimensions run over prior precisions.
+        link_approx: One of ``LINKS``.
+        diagonal: Whether ``covariance`` holds variances.
+        n_samples: Number of samples for ``"mc"``, the same for all leading dimensions.
+        generator: Random number generator for ``"mc"``.
+
+    Returns:
+        Probabilities ``[..., n, C]``.
+
+    Example:
+        >>> class_probabilities(torch.zeros(1, 2), torch.eye(2).expand(3, 1, 2, 2))[0]
+        tensor([[0.5000, 0.5000]])
+    """
+    check_link(link_approx)
+    if link_approx == "probit":
+        variance = covariance if diagonal else covariance.diagonal(dim1=-2, dim2=-1)
+        return torch.softmax(mean / torch.sqrt(1 + math.pi / 8 * variance), dim=-1)
+    if link_approx == "mc":
+        shape = (n_samples, *mean.shape)
+        eps = torch.randn(shape, generator=generator, dtype=mean.dtype, device=mean.device)
+        grid = covariance if covariance.ndim == mean.ndim + 2 - diagonal else covariance[None]
+        probs = [torch.softmax(_draw(mean, S, eps, diagonal), dim=-1).mean(0) for S in grid]
+        return torch.stack(probs).reshape(*covariance.shape[: -2 if diagonal else -3], *mean.shape)
+    return _bridge(mean, covariance, normalise=link_approx == "bridge_norm")
+
+
+def _draw(mean: Tensor, covariance: Tensor, eps: Tensor, diagonal: bool) -> Tensor:
+    """Samples ``[S, n, C]`` of a Gaussian from standard normal numbers."""
+    if diagonal:
+        return mean + covariance.clamp(min=0).sqrt() * eps
+    return mean + torch.einsum("ncd,snd->snc", root(covariance), eps)
+
+
+def root(covariance: Tensor) -> Tensor:
+    r"""Return L with :math:`L L^\top = \Sigma`, also for singular covariances.
+
+    Cholesky where it succeeds; the eigendecomposition with eigenvalues clamped at zero elsewhere.
+    NaN stays NaN.
+
+    Args:
+        covariance: Symmetric positive semi-definite matrices ``[..., C, C]``.
+
+    Example:
+        >>> L = root(torch.ones(2, 2))
+        >>> torch.allclose(L @ L.T, torch.ones(2, 2), atol=1e-6)
+        True
+    """
+    L, info = torch.linalg.cholesky_ex(covariance)
+    failed = (info > 0) & torch.isfinite(covariance).all(-1).all(-1)
+    if failed.any():
+        lam, Q = torch.linalg.eigh(covariance[failed])
+        L = L.masked_scatter(failed[..., None, None], Q * lam.clamp(min=0).sqrt().unsqueeze(-2))
+    return L
+
+
+def _bridge(mean: Tensor, covariance: Tensor, normalise: bool) -> Tensor:
+    """Laplace bridge; see the module's docstring."""
+    K = mean.shape[-1]
+    row = covariance.sum(-1)  # [..., n, C]
+    total = row.sum(-1, keepdim=True)
+    mu = mean - row * mean.sum(-1, keepdim=True) / total
+    variance = covariance.diagonal(dim1=-2, dim2=-1) - row.square() / total
+    if normalise:
+        scale = variance.mean(-1, keepdim=True) / math.sqrt(K / 2)
+        mu, variance = mu / scale.sqrt(), variance / scale
+    spread = torch.exp(mu + torch.logsumexp(-mu, dim=-1, keepdim=True))
+    alpha = (1 - 2 / K + spread / K**2) / variance
+    return alpha / alpha.sum(-1, keepdim=True)

@@ -1,0 +1,148 @@
+"""What a prior-precision sweep returns: a grid, a value per metric and point, and the best."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import warnings
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """Metrics over a grid of prior precisions.
+
+    Attributes:
+        prior_precisions: The grid, ``[k]``, or ``[k, n_blocks]`` if layer-wise.
+        values: One value per grid point for every metric.
+        higher_is_better: The direction of every metric.
+        n_data: Number of data that the values are computed from.
+        link_approx: The link approximation used (``None`` for regression).
+
+    Example:
+        >>> import torch
+        >>> grid = torch.tensor([0.1, 1.0, 10.0])
+        >>> nll = (0.5, 0.3, float("nan"))
+        >>> result = SweepResult(grid, {"nll": nll}, {"nll": False}, 8, "probit")
+        >>> result.best("nll").item(), result.nan_points("nll")
+        (1.0, (2,))
+    """
+
+    prior_precisions: Tensor
+    values: dict[str, tuple[float, ...]]
+    higher_is_better: dict[str, bool]
+    n_data: int
+    link_approx: str | None
+
+    def nan_points(self, metric: str) -> tuple[int, ...]:
+        """Return the grid points whose value is NaN; :meth:`best` never chooses them."""
+        return tuple(i for i, v in enumerate(self._of(metric)) if math.isnan(v))
+
+    def best_index(self, metric: str = "nll") -> int:
+        """Return the grid point with the best value.
+
+        Warns when NaN points were left out, and when the best lies on the edge of the grid.
+
+        Raises:
+            ValueError: If the metric is unknown, or NaN everywhere.
+        """
+        values = self._of(metric)
+        sign = -1 if self.higher_is_better[metric] else 1
+        finite = [i for i, v in enumerate(values) if not math.isnan(v)]
+        if not finite:
+            raise ValueError(
+                f"Expected a number at some grid point, got NaN for {metric!r} at all "
+                f"{len(values)}. Check the inputs for NaN, and the model's outputs."
+            )
+        if len(finite) < len(values):
+            warnings.warn(
+                f"{metric!r} is NaN at grid points {self.nan_points(metric)}, which are left out.",
+                stacklevel=2,
+            )
+        best = min(finite, key=lambda i: sign * values[i])
+        if len(values) > 1 and best in (0, len(values) - 1):
+            side = "smaller" if best == 0 else "larger"
+            warnings.warn(
+                f"The best {metric!r} lies on the edge of the grid, at prior precision "
+                f"{self.prior_precisions[best].tolist()}: extend the grid to {side} values.",
+                stacklevel=2,
+            )
+        return best
+
+    def best(self, metric: str = "nll") -> Tensor:
+        """Return the best prior precision: a 0-d tensor, or ``[n_blocks]`` if layer-wise.
+
+        Warns and raises as :meth:`best_index` does.
+        """
+        return self.prior_precisions[self.best_index(metric)]
+
+    def table(self) -> str:
+        """Return the grid and all values as text, one line per grid point."""
+        names = list(self.values)
+        lines = ["prior_precision " + " ".join(f"{name:>12}" for name in names)]
+        for i, label in enumerate(self._labels()):
+            row = " ".join(f"{self.values[name][i]:>12.6g}" for name in names)
+            lines.append(f"{label:>15} {row}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        """Return :meth:`table`."""
+        return self.table()
+
+    def to_csv(self, path: str | os.PathLike | None = None) -> str:
+        """Return the values as CSV, and write them to ``path`` if one is given."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        rows = self.prior_precisions.reshape(len(self.prior_precisions), -1).tolist()
+        heads = (
+            ["prior_precision"]
+            if len(rows[0]) == 1
+            else [f"prior_precision_{j}" for j in range(len(rows[0]))]
+        )
+        writer.writerow([*heads, *self.values])
+        for i, row in enumerate(rows):
+            writer.writerow([*row, *(self.values[name][i] for name in self.values)])
+        return _write(out.getvalue(), path)
+
+    def to_json(self, path: str | os.PathLike | None = None) -> str:
+        """Return everything as JSON (NaN as null), and write it to ``path`` if one is given."""
+        values = {
+            name: [v if math.isfinite(v) else None if math.isnan(v) else str(v) for v in vs]
+            for name, vs in self.values.items()
+        }
+        content = {
+            "prior_precisions": self.prior_precisions.tolist(),
+            "values": values,
+            "higher_is_better": self.higher_is_better,
+            "n_data": self.n_data,
+            "link_approx": self.link_approx,
+        }
+        return _write(json.dumps(content, indent=2) + "\n", path)
+
+    def _of(self, metric: str) -> tuple[float, ...]:
+        """Return a metric's values, or say which there are."""
+        if metric not in self.values:
+            raise ValueError(
+                f"Expected a metric of this sweep, {list(self.values)}, got {metric!r}. "
+                "Name it in sweep_prior_precision(..., metrics=...)."
+            )
+        return self.values[metric]
+
+    def _labels(self) -> list[str]:
+        """Return a short text for every grid point."""
+        if self.prior_precisions.ndim == 1:
+            return [f"{value:.6g}" for value in self.prior_precisions.tolist()]
+        return [f"layer-wise {i}" for i in range(len(self.prior_precisions))]
+
+
+def _write(text: str, path: str | os.PathLike | None) -> str:
+    """Write text to a file if there is one; return it."""
+    if path is not None:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    return text
