@@ -51,6 +51,20 @@ class InputFactors:
     is_output: tuple[bool, ...]
     n_data: int
 
+    def __add__(self, other: InputFactors) -> InputFactors:
+        """Factors of the data of both: A averaged by numbers of data, outputs in a row."""
+        _check_names(self.names, other.names)
+        return InputFactors(
+            self.names,
+            tuple(
+                None if A is None else _pooled_mean(A, self.n_data, A_other, other.n_data)
+                for A, A_other in zip(self.A, other.A, strict=True)
+            ),
+            torch.cat([self.outputs, other.outputs]),
+            tuple(a and b for a, b in zip(self.is_output, other.is_output, strict=True)),
+            self.n_data + other.n_data,
+        )
+
 
 @dataclass(frozen=True)
 class KFACFactors:
@@ -68,6 +82,22 @@ class KFACFactors:
     loss: Tensor | None
     n_data: int
 
+    def __add__(self, other: KFACFactors) -> KFACFactors:
+        """Factors of the data of both: B and loss added, A averaged by numbers of data."""
+        _check_names(self.names, other.names)
+        blocks = tuple(
+            (
+                one[0] + two[0],
+                *(
+                    _pooled_mean(A, self.n_data, A_other, other.n_data)
+                    for A, A_other in zip(one[1:], two[1:], strict=True)
+                ),
+            )
+            for one, two in zip(self.blocks, other.blocks, strict=True)
+        )
+        loss = None if self.loss is None or other.loss is None else self.loss + other.loss
+        return KFACFactors(self.names, blocks, loss, self.n_data + other.n_data)
+
     def with_inputs(self, inputs: InputFactors) -> KFACFactors:
         """The same output factors with the input factors of other data (more of them, say).
 
@@ -80,11 +110,7 @@ class KFACFactors:
         Raises:
             ValueError: If the two do not belong to the same parameters.
         """
-        if inputs.names != self.names:
-            raise ValueError(
-                f"Expected input factors for the parameters {self.names}, got {inputs.names}; "
-                f"compute both with the same model and the same `params`."
-            )
+        _check_names(self.names, inputs.names)
         blocks = tuple(
             block if A is None else (block[0], A)
             for block, A in zip(self.blocks, inputs.A, strict=True)
@@ -208,6 +234,20 @@ def input_factors(
     A = tuple(tape.input_mean(p.layers) if p.role == "weight" else None for p in owned)
     is_output = tuple(tape.is_output(p, f) for p in owned)
     return InputFactors(tuple(p.name for p in owned), A, f, is_output, len(f))
+
+
+def _pooled_mean(A: Tensor, n: int, A_other: Tensor, n_other: int) -> Tensor:
+    """Mean over n and n_other data from the two means."""
+    return (n * A + n_other * A_other) / (n + n_other)
+
+
+def _check_names(names: tuple[str, ...], other: tuple[str, ...]) -> None:
+    """Factors belong together only if they are of the same parameters."""
+    if names != other:
+        raise ValueError(
+            f"Expected factors of the parameters {names}, got {other}; compute both with the same "
+            "model and the same `params`."
+        )
 
 
 def _check_outputs(f: Tensor) -> None:

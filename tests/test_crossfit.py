@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laplace.utils import Kron
 from sklearn.isotonic import isotonic_regression
 
 from laplace_debias.crossfit import (
@@ -13,6 +14,9 @@ from laplace_debias.crossfit import (
     isotonic,
     null_tolerance,
 )
+from laplace_debias.crossfit_kron import crossfit_kron
+from laplace_debias.kfac import input_factors, kfac_factors
+from laplace_debias.loss_hessian import mean_loss_hessian
 
 
 def gram(rows):
@@ -177,3 +181,40 @@ def test_single_precision_factors_and_errors():
         crossfit_factor([folds[0], folds[1][:2, :2]], [9, 9])
     with pytest.raises(ValueError, match="positive number of data"):
         crossfit_factor(folds, [9, 0])
+
+
+def small_model():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)]
+    return torch.nn.Sequential(*layers).double(), torch.randn(40, 3).double()
+
+
+def test_kron_of_identical_folds_is_the_posterior_of_one():
+    model, x = small_model()
+    fold = kfac_factors(model, x, likelihood="classification")
+    H = crossfit_kron([fold, fold], n_data=200)
+    blocks = [[200 / 40 * block[0], *block[1:]] for block in fold.blocks]
+    torch.testing.assert_close(H.to_matrix(), Kron(blocks).to_matrix())
+
+
+def test_kron_equals_the_dense_construction():
+    """Separate folds for A and B, and the exact output factor, against explicit matrices."""
+    model, x = small_model()
+    outputs = [kfac_factors(model, part, likelihood="classification") for part in x.split([10, 30])]
+    inputs = [input_factors(model, part) for part in x.split([20, 5, 15])]
+    exact = mean_loss_hessian(model(x).detach(), "classification")
+    H = crossfit_kron(outputs, inputs, n_data=100, output_hessian=exact)
+    expected = []
+    for i in range(4):
+        lam, Q = crossfit_factor([f.blocks[i][0] / f.n_data for f in outputs], [10, 30])
+        block = 100 * (exact if i >= 2 else Q @ torch.diag(lam) @ Q.T)
+        if i % 2 == 0:
+            lam, Q = crossfit_factor([f.A[i] for f in inputs], [20, 5, 15])
+            block = torch.kron(block, Q @ torch.diag(lam) @ Q.T)
+        expected.append(block)
+    torch.testing.assert_close(H.to_matrix(), torch.block_diag(*expected))
+    with pytest.raises(ValueError, match="same parameters"):
+        crossfit_kron(outputs, [input_factors(model[2:], torch.randn(4, 4).double())], n_data=9)
+    bad = kfac_factors(model, x[:5] * float("nan"), likelihood="classification")
+    with pytest.raises(ValueError, match="B of 0.weight"):
+        crossfit_kron([outputs[0], bad], n_data=9)

@@ -388,3 +388,20 @@ def test_stochastic_backend_takes_one_backward_pass():
     generator = torch.Generator().manual_seed(0)
     v = sampled_hessian_root(model(x).detach(), "classification", generator).squeeze(2)
     torch.testing.assert_close(kron.kfacs[2][0], v.T @ v)
+
+
+def test_factors_add_up():
+    """Two mini-batches of different sizes: the sum of their factors is the factors of both."""
+    model, x, y = make("conv2d", "classification")
+    whole = kfac_factors(model, x, y, likelihood="classification")
+    kwargs = {"likelihood": "classification"}
+    parts = [kfac_factors(model, x[s], y[s], **kwargs) for s in (slice(2), slice(2, 6))]
+    both = parts[0] + parts[1]
+    assert_blocks_close(both.blocks, whole.blocks)
+    torch.testing.assert_close(both.loss, whole.loss)
+    assert both.n_data == 6
+    forward = input_factors(model, x[:2]) + input_factors(model, x[2:])
+    assert_blocks_close(parts[0].with_inputs(forward).blocks[0][1:], whole.blocks[0][1:])
+    torch.testing.assert_close(forward.outputs, input_factors(model, x).outputs)
+    with pytest.raises(ValueError, match="same model"):
+        both + kfac_factors(model[2:], torch.randn(2, 4, 5, 6).double(), likelihood="regression")
