@@ -6,8 +6,8 @@ from torch import nn
 
 from laplace_debias.kfac import kfac_factors
 from laplace_debias.loss_hessian import mean_loss_hessian, sampled_hessian_root
+from laplace_debias.reservoirs import Reservoirs
 from laplace_debias.sampling import (
-    Reservoirs,
     curvature_order,
     curvature_scores,
     draw_weighted,
@@ -140,7 +140,7 @@ def test_sampled_factors_are_unbiased(trained):
 def test_stream_draws_each_item_with_its_probability():
     scores = torch.tensor([0.0, 1.0, 2.0, 0.0, 5.0, 0.5])
     generator = torch.Generator().manual_seed(0)
-    m, n_draws = 6, 4000
+    m, n_draws = 6, 1500
     counts = torch.zeros(6, dtype=torch.float64)
     for _ in range(n_draws):
         reservoirs = Reservoirs(m, uniform=0.2, generator=generator)
