@@ -27,7 +27,7 @@ SUPPORTED_LAYERS = (nn.Linear, *CONVOLUTIONS)
 # bounded.
 _SLICE_BYTES = 2**26
 # Above this dimension a Gram matrix is built in halves, which skips its redundant upper triangle.
-_HALVE_ABOVE = 256
+_HALVE_ABOVE = 384
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -85,8 +85,8 @@ def mirror_(out: Tensor) -> Tensor:
         The same matrix, symmetric.
 
     Example:
-        >>> out = torch.empty(300, 300)
-        >>> add_gram_(out, torch.ones(2, 300), beta=0.0)
+        >>> out = torch.empty(500, 500)
+        >>> add_gram_(out, torch.ones(2, 500), beta=0.0)
         >>> bool((mirror_(out) == 2).all())
         True
     """
