@@ -23,10 +23,12 @@ from torch import Tensor, nn
 
 from laplace_debias.batches import check_targets
 from laplace_debias.factors import Block, DataFactors
+from laplace_debias.hook_backend import HookInterface
+from laplace_debias.kfac_layers import SUPPORTED_LAYERS
 from laplace_debias.layers import KFAC_TYPES, kfac_layers
 from laplace_debias.model_state import preserved
 
-__all__ = ["choose_backend", "factor_function", "supported_types"]
+__all__ = ["choose_backend", "computing_model", "factor_function", "supported_types"]
 
 FactorFunction = Callable[[Any, Tensor], DataFactors]
 
@@ -44,6 +46,8 @@ def supported_types(backend: type[CurvatureInterface]) -> tuple[type[nn.Module],
         >>> [t.__name__ for t in supported_types(AsdlGGN)]
         ['Linear', 'Conv2d']
     """
+    if issubclass(backend, HookInterface):
+        return SUPPORTED_LAYERS
     return (*KFAC_TYPES, nn.Conv1d) if issubclass(backend, BackPackGGN) else KFAC_TYPES
 
 
@@ -103,9 +107,6 @@ def factor_function(
 ) -> Iterator[FactorFunction]:
     """Make a function that turns a mini-batch into Kronecker factors; the model is left as it was.
 
-    Half-precision models are copied to float32 for this, because sums of outer products overflow
-    (float16) or drown (bfloat16) in their own precision.
-
     Args:
         backend: A backend class of laplace-torch.
         model: The network, for ``last_layer`` a ``FeatureExtractor`` that knows its last layer.
@@ -125,16 +126,12 @@ def factor_function(
         >>> [[tuple(factor.shape) for factor in block] for block in factors.blocks]
         [[(4, 4), (3, 3)], [(4, 4)], [(2, 2), (4, 4)], [(2, 2)]]
     """
-    half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
-    if half:
-        model = _float32_copy(model, last_layer)
-    root = model.last_layer if last_layer else model
-    wanted = [name for name, p in root.named_parameters() if p.requires_grad or last_layer]
-    with preserved(model), warnings.catch_warnings():
+    with computing_model(model, last_layer) as (model, cast), warnings.catch_warnings():
         # ASDL's hooks see all they need, and what it ignores is frozen here
         warnings.filterwarnings("ignore", message="Using a non-full backward hook")
         warnings.filterwarnings("ignore", message="BatchNorm unsupported for Kron")
-        model.eval()
+        root = model.last_layer if last_layer else model
+        wanted = [name for name, p in root.named_parameters() if p.requires_grad or last_layer]
         layers = {"": root} if last_layer else kfac_layers(root, supported_types(backend))
         for layer in layers.values():  # the backends know whole layers only
             layer.requires_grad_(True)
@@ -146,8 +143,7 @@ def factor_function(
         engine = backend(model, likelihood, **(backend_kwargs or {}))
 
         def factors_of(X: Any, y: Tensor) -> DataFactors:
-            if half:
-                X, y = _to_float32(X), _to_float32(y)
+            X, y = cast(X), cast(y)
             shape, positions = _probe(model, layers, X, len(y))
             check_targets(y, shape, likelihood)
             loss, kron = engine.kron(X, y, N=len(y), **(kron_kwargs or {}))
@@ -164,6 +160,35 @@ def factor_function(
             return DataFactors(kept, len(y), loss.detach(), shape[-1])
 
         yield factors_of
+
+
+@contextmanager
+def computing_model(
+    model: nn.Module, last_layer: bool = False
+) -> Iterator[tuple[nn.Module, Callable[[Any], Any]]]:
+    """The model to compute factors with, in evaluation mode; it is left as it was.
+
+    Half-precision models are copied to float32 for this, because sums of outer products overflow
+    (float16) or drown (bfloat16) in their own precision.
+
+    Args:
+        model: The network, for ``last_layer`` a ``FeatureExtractor`` that knows its last layer.
+        last_layer: Whether only the last layer is Bayesian.
+
+    Yields:
+        The model, and a function that casts its inputs and targets.
+
+    Example:
+        >>> with computing_model(nn.Linear(2, 1).half()) as (model, cast):
+        ...     model(cast(torch.ones(1, 2).half())).dtype
+        torch.float32
+    """
+    half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
+    if half:
+        model = _float32_copy(model, last_layer)
+    with preserved(model):
+        model.eval()
+        yield model, (_to_float32 if half else lambda value: value)
 
 
 @torch.no_grad()

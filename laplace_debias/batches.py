@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
-__all__ = ["CURVATURES", "DIRECTIONS", "check_targets", "role_batches", "training_size", "unpack"]
+__all__ = [
+    "CURVATURES",
+    "DIRECTIONS",
+    "as_batches",
+    "check_targets",
+    "role_batches",
+    "training_size",
+    "unpack",
+]
 
 DIRECTIONS = "directions"
 """Role of the data whose factors' eigenvectors are kept."""
@@ -64,7 +72,7 @@ def role_batches(
                 "it with `DataLoader(..., shuffle=True)`.",
                 stacklevel=3,
             )
-        batches = iter(_as_batches(train_loader))
+        batches = iter(as_batches(train_loader))
         for count, role in enumerate((DIRECTIONS, CURVATURES)):
             try:
                 yield role, next(batches)
@@ -183,6 +191,11 @@ def check_targets(y: Tensor, output_shape: torch.Size, likelihood: str) -> None:
         >>> check_targets(torch.tensor([0, 2]), torch.Size([1, 3]), "classification")
     """
     C = output_shape[-1]
+    if output_shape[0] not in (1, len(y)):
+        raise ValueError(
+            f"Expected {output_shape[0]} targets for as many data, got {len(y)}. Remedy: pass one "
+            "target per datum."
+        )
     if likelihood == "regression":
         if y.shape[1:] != output_shape[1:]:
             raise ValueError(
@@ -209,8 +222,19 @@ def check_targets(y: Tensor, output_shape: torch.Size, likelihood: str) -> None:
         )
 
 
-def _as_batches(loader: Iterable[Any]) -> Iterable[Any]:
-    """Wrap a bare mini-batch into a list."""
+def as_batches(loader: Iterable[Any]) -> Iterable[Any]:
+    """Take a bare mini-batch for a loader of one.
+
+    Args:
+        loader: A loader, any iterable of mini-batches, or one mini-batch.
+
+    Returns:
+        The loader itself, or a list of the one mini-batch.
+
+    Example:
+        >>> len(as_batches((torch.zeros(5, 2), torch.zeros(5))))
+        1
+    """
     if isinstance(loader, MutableMapping):
         return [loader]
     if isinstance(loader, (tuple, list)) and len(loader) == 2:
@@ -222,7 +246,7 @@ def _as_batches(loader: Iterable[Any]) -> Iterable[Any]:
 def _all_of(loader: Iterable[Any], role: str, name: str) -> Iterator[tuple[str, Any]]:
     """All mini-batches of a loader in one role; an error if there is none."""
     empty = True
-    for batch in _as_batches(loader):
+    for batch in as_batches(loader):
         empty = False
         yield role, batch
     if empty:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from laplace.utils import KronDecomposed
 from torch import Tensor
 
 from laplace_debias.crossfit import crossfit_factor, eigh_float64
+from laplace_debias.fitting import Fitted
 from laplace_debias.kfac import InputFactors, KFACFactors
+
+__all__ = ["crossfit_kron"]
 
 
 def crossfit_kron(
@@ -17,7 +19,7 @@ def crossfit_kron(
     *,
     n_data: int,
     output_hessian: Tensor | None = None,
-) -> KronDecomposed:
+) -> Fitted:
     """Cross-fitted curvature of N data from folds of a few.
 
     Output factors B come from the folds `outputs`, scaled by `n_data` over their number of data,
@@ -35,7 +37,8 @@ def crossfit_kron(
             give.
 
     Returns:
-        The curvature, one block per parameter, in the factors' type.
+        The decomposition, one block per parameter: eigenvectors of the pooled factors in the
+        factors' type, their eigenvalues and the cross-fitted ones in float64.
 
     Raises:
         ValueError: With fewer than two folds, folds of different parameters, or factors with NaN.
@@ -46,36 +49,43 @@ def crossfit_kron(
         >>> from laplace_debias.kfac import kfac_factors
         >>> model, x = nn.Linear(3, 2), torch.randn(20, 3)
         >>> folds = [kfac_factors(model, part, likelihood="regression") for part in x.split(10)]
-        >>> H = crossfit_kron(folds, n_data=1000)
-        >>> [[len(lam) for lam in block] for block in H.eigenvalues]
+        >>> fitted = crossfit_kron(folds, n_data=1000)
+        >>> [[len(lam) for lam in block] for block in fitted.lam_tilde]
         [[2, 3], [2]]
     """
     names = {fold.names for fold in (*outputs, *(inputs or ()))}
     if len(names) != 1:
         raise ValueError(
-            f"Expected folds of the same parameters, got {len(names)} different sets; compute all "
-            f"folds with the same model and the same `params`."
+            f"Expected folds of the same parameters, got {len(names)} different sets. Remedy: "
+            "compute all folds with the same model and the same `params`."
         )
-    eigenvectors, eigenvalues = [], []
+    sizes = [fold.n_data for fold in outputs]
+    Q, lam, lam_tilde = [], [], []
     for i, name in enumerate(outputs[0].names):
-        B_folds = [fold.blocks[i][0] for fold in outputs]
-        if inputs is not None:
-            A_folds, A_sizes = [fold.A[i] for fold in inputs], [fold.n_data for fold in inputs]
-        else:
-            A_folds = [fold.blocks[i][1] if len(fold.blocks[i]) > 1 else None for fold in outputs]
-            A_sizes = [fold.n_data for fold in outputs]
         at_output = inputs is not None and all(fold.is_output[i] for fold in inputs)
         if output_hessian is not None and at_output:
-            lam, Q = eigh_float64(output_hessian, f"B of {name}")
-            pairs = [(n_data * lam.clamp(min=0), Q)]
+            exact, vectors = eigh_float64(output_hessian, f"B of {name}")
+            exact = n_data * exact.clamp(min=0)
+            parts = [(vectors, exact, exact)]
         else:
-            sizes = [fold.n_data for fold in outputs]
-            means = [B / size for B, size in zip(B_folds, sizes, strict=True)]
-            lam, Q = crossfit_factor(means, sizes, name=f"B of {name}")
-            pairs = [(n_data * lam, Q)]
-        if A_folds[0] is not None:
-            pairs.append(crossfit_factor(A_folds, A_sizes, name=f"A of {name}"))
-        dtype = B_folds[0].dtype
-        eigenvalues.append([lam.to(dtype) for lam, _ in pairs])
-        eigenvectors.append([Q.to(dtype) for _, Q in pairs])
-    return KronDecomposed(eigenvectors, eigenvalues)
+            B = [n_data / fold.n_data * fold.blocks[i][0] for fold in outputs]
+            parts = [_crossfit(B, sizes, f"B of {name}")]
+        if inputs is not None and inputs[0].A[i] is not None:
+            A_sizes = [fold.n_data for fold in inputs]
+            parts.append(_crossfit([fold.A[i] for fold in inputs], A_sizes, f"A of {name}"))
+        elif inputs is None and len(outputs[0].blocks[i]) == 2:
+            parts.append(_crossfit([fold.blocks[i][1] for fold in outputs], sizes, f"A of {name}"))
+        dtype = outputs[0].blocks[i][0].dtype
+        Q.append([part[0].to(dtype) for part in parts])
+        lam.append([part[1] for part in parts])
+        lam_tilde.append([part[2] for part in parts])
+    return Fitted(Q, lam, lam_tilde, curvatures=[])
+
+
+def _crossfit(
+    means: Sequence[Tensor], sizes: Sequence[int], name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Basis, eigenvalues of the pooled factor, and cross-fitted ones."""
+    lam_tilde, Q = crossfit_factor(means, sizes, name=name)
+    pooled = sum(size * M.double() for size, M in zip(sizes, means, strict=True)) / sum(sizes)
+    return Q, (Q * (pooled @ Q)).sum(0).clamp(min=0), lam_tilde

@@ -11,14 +11,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from laplace.utils import Kron, KronDecomposed
+from laplace.utils import FeatureExtractor, Kron, KronDecomposed
+from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from laplace_debias.backends import factor_function
-from laplace_debias.batches import role_batches, training_size, unpack
+from laplace_debias.backends import computing_model, factor_function
+from laplace_debias.batches import as_batches, role_batches, training_size, unpack
+from laplace_debias.crossfit_fit import fit_crossfit
+from laplace_debias.crossfit_network import FitCost, Network
+from laplace_debias.crossfit_options import CrossfitOptions
 from laplace_debias.curvature_bias import CurvatureBias, curvature_bias
 from laplace_debias.factors import rebuild
 from laplace_debias.fitting import Fitted, accumulate_roles, check_seen, fit_factors
+from laplace_debias.pool import is_map_style
 from laplace_debias.predicting import Predicting
 from laplace_debias.state import load_state, save_state
 from laplace_debias.structured_glm import StructuredGLM
@@ -26,17 +31,17 @@ from laplace_debias.tuning import Tuning
 
 __all__ = ["DebiasedPosterior", "debias_mode"]
 
-TWO_BATCH, SINGLE = "two-batch", "single"
+TWO_BATCH, SINGLE, CROSSFIT = "two-batch", "single", "crossfit"
 
 
 def debias_mode(debias: bool | str) -> str:
     """The name of a debiasing method.
 
     Args:
-        debias: ``True`` or ``"two-batch"``, or ``"single"``.
+        debias: ``True`` or ``"two-batch"``, ``"crossfit"``, or ``"single"``.
 
     Returns:
-        ``"two-batch"`` or ``"single"``.
+        ``"two-batch"``, ``"crossfit"`` or ``"single"``.
 
     Raises:
         ValueError: For anything else.
@@ -47,11 +52,12 @@ def debias_mode(debias: bool | str) -> str:
     """
     if debias is True:
         return TWO_BATCH
-    if isinstance(debias, str) and debias in (TWO_BATCH, SINGLE):
+    if isinstance(debias, str) and debias in (TWO_BATCH, SINGLE, CROSSFIT):
         return debias
     raise ValueError(
         "Expected `debias` to be True or 'two-batch' (directions from one mini-batch, curvatures "
-        "from another), 'single' (one mini-batch for both, biased) or False (laplace-torch's own "
+        "from another), 'crossfit' (directions from all data drawn, curvatures from folds that did "
+        "not choose them), 'single' (one mini-batch for both, biased) or False (laplace-torch's own "
         f"class), got {debias!r}. Remedy: `Laplace(model, ..., debias=True)`."
     )
 
@@ -60,6 +66,10 @@ class DebiasedPosterior(Predicting, Tuning, StructuredGLM):
     """What both debiased classes share; comes before laplace-torch's class in the bases."""
 
     _fitted: Fitted | None = None
+    crossfit: CrossfitOptions | None = None
+    """What ``debias="crossfit"`` fits on."""
+    fit_cost: FitCost | None = None
+    """Passes through the network of the last ``debias="crossfit"`` fit."""
 
     def fit(
         self,
@@ -75,7 +85,8 @@ class DebiasedPosterior(Predicting, Tuning, StructuredGLM):
         One loader: its first mini-batch gives the directions, its second the curvatures, and the
         rest is not read. Two loaders: all of ``train_loader`` gives the directions, all of
         ``curvature_loader`` the curvatures, of any two sizes. With ``debias="single"`` everything
-        in ``train_loader`` gives both. The M data of each role stand for all N training data:
+        in ``train_loader`` gives both; with ``debias="crossfit"`` the options given to the
+        constructor say what is read. The M data of each role stand for all N training data:
 
         .. math:: H = U \,\mathrm{diag}(\mathrm{diag}(U^\top K_2 U))\, U^\top, \qquad
                   K_1 = U \Lambda U^\top,
@@ -99,12 +110,15 @@ class DebiasedPosterior(Predicting, Tuning, StructuredGLM):
         Raises:
             ValueError: If the loaders, targets or inputs do not fit; see the messages.
         """
-        if curvature_loader is not None and self.debias == SINGLE:
+        if curvature_loader is not None and self.debias != TWO_BATCH:
             raise ValueError(
-                "Expected no `curvature_loader` with debias='single', which measures curvatures "
-                "on the data that chose the directions; got one. Remedy: use debias=True."
+                f"Expected no `curvature_loader` with debias={self.debias!r}, which takes all data "
+                "from `train_loader`; got one. Remedy: use debias=True."
             )
         N = training_size(train_loader, curvature_loader, n_data)
+        if self.debias == CROSSFIT:
+            self._fit_crossfit(train_loader, N, override, progress_bar)
+            return
         batches = role_batches(train_loader, curvature_loader, self.debias == TWO_BATCH)
         first = next(batches)
         self._prepare(first[1], override)
@@ -128,14 +142,63 @@ class DebiasedPosterior(Predicting, Tuning, StructuredGLM):
                 progress_bar,
             )
         check_seen(N, roles, disjoint=curvature_loader is None)
-        self._set_posterior(fit_factors(roles, N, self.parameter_names, past))
-
+        fitted = fit_factors(roles, N, self.parameter_names, past)
         seen = sum(role.n for role in roles.values())
         loss = sum(role.loss for role in roles.values()) * (N / seen)
-        self.loss = loss.to(self._dtype) + (self.loss if past else 0)
-        self.n_data = N + (self.n_data if past else 0)
-        self.n_outputs = next(iter(roles.values())).n_outputs
-        self.model.output_size = self.n_outputs  # read by laplace-torch's backends
+        if past is not None:
+            loss, N = loss + self.loss, N + self.n_data
+        self._finish(fitted, loss, N, next(iter(roles.values())).n_outputs)
+
+    def _fit_crossfit(
+        self, loader: Iterable[Any], N: int, override: bool, progress_bar: bool
+    ) -> None:
+        """Fit with folds; see :mod:`laplace_debias.crossfit_fit`."""
+        if not override:
+            raise ValueError(
+                "Expected `override=True` with debias='crossfit', whose folds are gone after a "
+                "fit; got False. Remedy: fit on all data at once, or use debias=True."
+            )
+        if self._last_layer and self.model.last_layer is None:
+            batches = iter(as_batches(loader))
+            first = next(batches, None)
+            if first is not None:
+                self._prepare(first, override)
+            if not is_map_style(loader):
+                loader = itertools.chain([] if first is None else [first], batches)
+        engine = self._backend_cls(self.model, self._likelihood, **self._backend_kwargs)
+        with computing_model(self.model, self._last_layer) as (model, cast):
+            if self._last_layer:
+                model.last_layer.requires_grad_(True)
+            network = Network(
+                model.last_layer if self._last_layer else model,
+                (lambda X: _features(model, cast(X))) if self._last_layer else cast,
+                self._likelihood,
+                engine.fisher,
+                self.crossfit.generator,
+            )
+            result = fit_crossfit(
+                network,
+                loader,
+                self.crossfit,
+                N,
+                device=self._device,
+                dict_key_x=self.dict_key_x,
+                dict_key_y=self.dict_key_y,
+                progress_bar=progress_bar,
+            )
+        if result.n_seen > N:
+            raise ValueError(
+                f"Expected `n_data` of at least {result.n_seen}, the number of data seen, got {N}. "
+                "Remedy: pass the number of data in the whole training set as `n_data`."
+            )
+        self._finish(result.fitted, result.loss * N, N, result.n_outputs)
+        self.fit_cost = result.cost
+
+    def _finish(self, fitted: Fitted, loss: Tensor, N: int, n_outputs: int) -> None:
+        """Take over a fit whole, after everything that can raise."""
+        self._set_posterior(fitted)
+        self.loss, self.n_data, self.n_outputs = loss.to(self._dtype), N, n_outputs
+        self.model.output_size = n_outputs  # read by laplace-torch's backends
         self.mean = parameters_to_vector(self._bayesian_parameters())
         if not self.enable_backprop:
             self.mean = self.mean.detach()
@@ -224,3 +287,9 @@ class DebiasedPosterior(Predicting, Tuning, StructuredGLM):
                 )
         self._fitted = fitted
         self.H = KronDecomposed(Q, lam, damping=self.damping)
+
+
+@torch.no_grad()
+def _features(model: FeatureExtractor, X: Any) -> Tensor:
+    """Inputs of the last layer, ``[n, d]``."""
+    return model.forward_with_features(X)[1]

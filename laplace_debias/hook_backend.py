@@ -13,11 +13,12 @@ from torch import Tensor
 from laplace_debias.kfac import kfac_factors
 
 
-class _HookInterface(CurvatureInterface):
+class HookInterface(CurvatureInterface):
     """Shared by the two curvatures; all but `kron` is laplace-torch's own."""
 
     @property
-    def _fisher(self) -> str:
+    def fisher(self) -> str:
+        """Which curvature, as :func:`laplace_debias.kfac.kfac_factors` names it."""
         raise NotImplementedError
 
     def kron(
@@ -45,7 +46,7 @@ class _HookInterface(CurvatureInterface):
             y,
             likelihood=str(getattr(self.likelihood, "value", self.likelihood)),
             params=self.params,
-            fisher=self._fisher,
+            fisher=self.fisher,
             **kwargs,
         )
         kron = factors.to_kron()
@@ -55,7 +56,7 @@ class _HookInterface(CurvatureInterface):
         return factors.loss, kron
 
 
-class HookGGN(_HookInterface, GGNInterface):
+class HookGGN(HookInterface, GGNInterface):
     """GGN backend whose Kronecker factors come from `laplace_debias.kfac.kfac_factors`.
 
     It takes Linear, Conv1d, Conv2d and Conv3d layers with groups, dilation and any padding, frozen
@@ -75,11 +76,12 @@ class HookGGN(_HookInterface, GGNInterface):
     """
 
     @property
-    def _fisher(self) -> str:
+    def fisher(self) -> str:
+        """The exact GGN, or one random vector per datum."""
         return "mc" if self.stochastic else "ggn"
 
 
-class HookEF(_HookInterface, EFInterface):
+class HookEF(HookInterface, EFInterface):
     """Empirical Fisher backend with Kronecker factors from `laplace_debias.kfac.kfac_factors`.
 
     Example:
@@ -90,4 +92,4 @@ class HookEF(_HookInterface, EFInterface):
         [2, 1]
     """
 
-    _fisher = "ef"
+    fisher = "ef"

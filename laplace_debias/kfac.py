@@ -26,8 +26,10 @@ import torch
 from laplace.utils import Kron
 from torch import Tensor, nn
 
-from laplace_debias.kfac_hooks import Tape, eval_mode, owned_parameters
-from laplace_debias.loss_hessian import check_targets, loss_root, loss_sum
+from laplace_debias.batches import check_targets
+from laplace_debias.kfac_hooks import Tape, owned_parameters
+from laplace_debias.loss_hessian import loss_root, loss_sum
+from laplace_debias.model_state import evaluation_mode
 
 Inputs = Tensor | MutableMapping[str, Any]
 
@@ -75,12 +77,16 @@ class KFACFactors:
         blocks: `(B, A)` for a weight, `(B,)` for a bias; B a sum over data, A a mean.
         loss: Sum over data of the (weighted) loss, or None without targets.
         n_data: Number of data.
+        n_outputs: Number C of outputs of the network.
+        n_passes: Number of backward passes per datum.
     """
 
     names: tuple[str, ...]
     blocks: tuple[tuple[Tensor, ...], ...]
     loss: Tensor | None
     n_data: int
+    n_outputs: int
+    n_passes: int
 
     def __add__(self, other: KFACFactors) -> KFACFactors:
         """Factors of the data of both: B and loss added, A averaged by numbers of data."""
@@ -96,7 +102,7 @@ class KFACFactors:
             for one, two in zip(self.blocks, other.blocks, strict=True)
         )
         loss = None if self.loss is None or other.loss is None else self.loss + other.loss
-        return KFACFactors(self.names, blocks, loss, self.n_data + other.n_data)
+        return replace(self, blocks=blocks, loss=loss, n_data=self.n_data + other.n_data)
 
     def with_inputs(self, inputs: InputFactors) -> KFACFactors:
         """The same output factors with the input factors of other data (more of them, say).
@@ -182,12 +188,12 @@ def kfac_factors(
             raise ValueError(f"Expected {name} in {known}, got {value!r}; pass one of them.")
     owned = owned_parameters(model, params)
     tape = Tape(owned, inputs=inputs, outputs=True)
-    with eval_mode(model), torch.enable_grad():
+    with evaluation_mode(model), torch.enable_grad():
         with tape.recording():
             f = model(x)
         _check_outputs(f)
         if y is not None:
-            check_targets(f, y, likelihood)
+            check_targets(y, f.shape, likelihood)
         root = loss_root(f.detach(), y, likelihood, fisher, generator)  # [n, C, columns]
         if weights is not None:
             root = root * _checked_weights(weights, f).to(root).sqrt()[:, None, None]
@@ -201,7 +207,8 @@ def kfac_factors(
             block += (tape.input_mean(p.layers),)
         blocks.append(block)
     loss = None if y is None else loss_sum(f.detach(), y, likelihood, weights)
-    return KFACFactors(tuple(p.name for p in owned), tuple(blocks), loss, len(f))
+    names = tuple(p.name for p in owned)
+    return KFACFactors(names, tuple(blocks), loss, *f.shape, len(columns))
 
 
 @torch.no_grad()
@@ -228,7 +235,7 @@ def input_factors(
     """
     owned = owned_parameters(model, params)
     tape = Tape(owned, inputs=True, outputs=False)
-    with eval_mode(model), tape.recording():
+    with evaluation_mode(model), tape.recording():
         f = model(x)
     _check_outputs(f)
     A = tuple(tape.input_mean(p.layers) if p.role == "weight" else None for p in owned)

@@ -89,30 +89,6 @@ def owned_parameters(
     return owned
 
 
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module into eval mode, and each back into its own mode at the end.
-
-    Args:
-        model: The network.
-
-    Example:
-        >>> dropout = nn.Dropout()
-        >>> with eval_mode(dropout):
-        ...     dropout.training
-        False
-        >>> dropout.training
-        True
-    """
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 class Tape:
     """Records, by hooks, layers' input outer products and where their outputs hang in the graph.
 

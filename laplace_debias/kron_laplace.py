@@ -11,14 +11,32 @@ from laplace.lllaplace import KronLLLaplace
 from torch import Tensor, nn
 
 from laplace_debias.backends import choose_backend, supported_types
-from laplace_debias.debiased import DebiasedPosterior, debias_mode
+from laplace_debias.crossfit_options import CrossfitOptions
+from laplace_debias.debiased import CROSSFIT, DebiasedPosterior, debias_mode
+from laplace_debias.hook_backend import HookGGN, HookInterface
 from laplace_debias.layers import check_supported
 
 __all__ = ["DebiasedKronLLLaplace", "DebiasedKronLaplace"]
 
 
-def _prepared_arguments(likelihood: str, kwargs: dict[str, Any], debias: bool | str) -> str:
+def _prepared_arguments(
+    likelihood: str, kwargs: dict[str, Any], debias: bool | str
+) -> tuple[str, CrossfitOptions | None]:
     """Check what both constructors take; complete ``kwargs`` in place."""
+    mode = debias_mode(debias)
+    given = {name: kwargs.pop(name) for name in CrossfitOptions.names() if name in kwargs}
+    if given and mode != CROSSFIT:
+        raise ValueError(
+            f"Expected {', '.join(map(repr, given))} with debias='crossfit' only, got "
+            f"debias={mode!r}. Remedy: `Laplace(model, ..., debias='crossfit', ...)`."
+        )
+    if mode == CROSSFIT:
+        kwargs["backend"] = kwargs.get("backend") or HookGGN
+        if not issubclass(kwargs["backend"], HookInterface):
+            raise ValueError(
+                "Expected the backend HookGGN or HookEF with debias='crossfit', which weights each "
+                f"datum, got {kwargs['backend'].__name__}. Remedy: leave `backend` out."
+            )
     if getattr(likelihood, "value", likelihood) not in ("classification", "regression"):
         raise ValueError(
             "Expected likelihood 'classification' or 'regression', got "
@@ -31,7 +49,7 @@ def _prepared_arguments(likelihood: str, kwargs: dict[str, Any], debias: bool | 
         )
     # laplace-torch writes into this dictionary
     kwargs["backend_kwargs"] = dict(kwargs.get("backend_kwargs") or {})
-    return debias_mode(debias)
+    return mode, CrossfitOptions(**given) if mode == CROSSFIT else None
 
 
 class DebiasedKronLaplace(DebiasedPosterior, KronLaplace):
@@ -46,10 +64,12 @@ class DebiasedKronLaplace(DebiasedPosterior, KronLaplace):
             certain.
         likelihood: ``"classification"`` or ``"regression"``.
         *args: Further arguments of ``laplace.KronLaplace``.
-        debias: ``True`` or ``"two-batch"`` for the debiased posterior, ``"single"`` for the biased
-            one of the same data.
+        debias: ``True`` or ``"two-batch"`` for the debiased posterior, ``"crossfit"`` for the
+            cross-fitted one, ``"single"`` for the biased one of the same data.
         **kwargs: Further arguments of ``laplace.KronLaplace``; ``backend`` defaults to
-            ``AsdlGGN``, or ``CurvlinopsGGN`` for layers that ASDL refuses.
+            ``AsdlGGN``, or ``CurvlinopsGGN`` for layers that ASDL refuses. With
+            ``debias="crossfit"`` also the options of
+            :class:`~laplace_debias.crossfit_options.CrossfitOptions`.
 
     Raises:
         ValueError: If the model has trainable parameters that K-FAC cannot represent.
@@ -77,7 +97,7 @@ class DebiasedKronLaplace(DebiasedPosterior, KronLaplace):
         debias: bool | str = True,
         **kwargs: Any,
     ) -> None:
-        self.debias = _prepared_arguments(likelihood, kwargs, debias)
+        self.debias, self.crossfit = _prepared_arguments(likelihood, kwargs, debias)
         backend = choose_backend(kwargs.pop("backend", None), model)
         check_supported(model, supported_types(backend))
         super().__init__(model, likelihood, *args, backend=backend, **kwargs)
@@ -105,10 +125,11 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):
             copy's last layer are Bayesian, whether frozen or not.
         likelihood: ``"classification"`` or ``"regression"``.
         *args: Further arguments of ``laplace.KronLLLaplace``.
-        debias: ``True`` or ``"two-batch"`` for the debiased posterior, ``"single"`` for the biased
-            one of the same data.
+        debias: ``True`` or ``"two-batch"`` for the debiased posterior, ``"crossfit"`` for the
+            cross-fitted one, ``"single"`` for the biased one of the same data.
         **kwargs: Further arguments of ``laplace.KronLLLaplace``; ``backend`` defaults to
-            ``AsdlGGN``.
+            ``AsdlGGN``. With ``debias="crossfit"`` also the options of
+            :class:`~laplace_debias.crossfit_options.CrossfitOptions`.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -132,7 +153,7 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):
         debias: bool | str = True,
         **kwargs: Any,
     ) -> None:
-        self.debias = _prepared_arguments(likelihood, kwargs, debias)
+        self.debias, self.crossfit = _prepared_arguments(likelihood, kwargs, debias)
         # convolutions in the features are no concern of the last layer's factors
         kwargs["backend"] = kwargs.get("backend") or choose_backend(None, nn.Linear(1, 1))
         super().__init__(model, likelihood, *args, **kwargs)

@@ -166,36 +166,3 @@ def loss_sum(
     else:
         losses = 0.5 * (f - y).square().sum(1)
     return losses.sum() if weights is None else losses @ weights.to(losses)
-
-
-def check_targets(f: Tensor, y: Tensor, likelihood: str) -> None:
-    """Raise unless targets fit the outputs.
-
-    Args:
-        f: Network outputs `[n, C]`.
-        y: Class indices `[n]` for classification, values `[n, C]` for regression.
-        likelihood: `"classification"` or `"regression"`.
-
-    Raises:
-        ValueError: If shape, type or range of the targets is wrong.
-
-    Example:
-        >>> check_targets(torch.zeros(2, 3), torch.tensor([0, 2]), "classification")
-    """
-    n, C = f.shape
-    if likelihood == "classification":
-        if y.shape != (n,) or y.is_floating_point():
-            raise ValueError(
-                f"Expected integer class indices of shape [{n}], got {y.dtype} of shape "
-                f"{list(y.shape)}; pass one class index per datum."
-            )
-        if n and not 0 <= int(y.min()) <= int(y.max()) < C:
-            raise ValueError(
-                f"Expected class indices from 0 to {C - 1}, got some from {int(y.min())} to "
-                f"{int(y.max())}; number the classes from 0, or give the model more outputs."
-            )
-    elif y.shape != f.shape:
-        raise ValueError(
-            f"Expected regression targets of shape {list(f.shape)}, got {list(y.shape)}; targets "
-            "need the shape of the outputs."
-        )

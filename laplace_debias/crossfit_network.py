@@ -1,0 +1,78 @@
+"""A network as K-FAC sees it, with its passes counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.capture import Inputs
+from laplace_debias.kfac import InputFactors, KFACFactors, input_factors, kfac_factors
+
+__all__ = ["FitCost", "Network"]
+
+
+@dataclass
+class FitCost:
+    """Passes through the network, counted per datum.
+
+    Attributes:
+        forward: Number of data times forward passes.
+        backward: Number of data times backward passes.
+    """
+
+    forward: int = 0
+    backward: int = 0
+
+
+@dataclass
+class Network:
+    """A network as K-FAC sees it, with its passes counted.
+
+    Attributes:
+        root: The module whose parameters are Bayesian.
+        embed: Turns a datum's inputs into inputs of ``root`` (features for a last layer).
+        likelihood: ``"classification"`` or ``"regression"``.
+        fisher: ``"ggn"``, ``"mc"`` or ``"ef"``, see :func:`laplace_debias.kfac.kfac_factors`.
+        generator: Source of randomness for ``"mc"``.
+    """
+
+    root: nn.Module
+    embed: Callable[[Inputs], Inputs]
+    likelihood: str
+    fisher: str = "ggn"
+    generator: torch.Generator | None = None
+    cost: FitCost = field(default_factory=FitCost)
+
+    def factors(
+        self, X: Inputs, y: Tensor, weights: Tensor | None = None, *, inputs: bool
+    ) -> KFACFactors:
+        """Output factors, and input factors on request, of some data."""
+        factors = kfac_factors(
+            self.root,
+            self.embed(X),
+            y,
+            likelihood=self.likelihood,
+            weights=weights,
+            fisher=self.fisher,
+            generator=self.generator,
+            inputs=inputs,
+        )
+        self.cost.forward += len(y)
+        self.cost.backward += len(y) * factors.n_passes
+        return factors
+
+    def inputs(self, X: Inputs) -> InputFactors:
+        """Input factors and outputs of some data, from a forward pass."""
+        factors = input_factors(self.root, self.embed(X))
+        self.cost.forward += factors.n_data
+        return factors
+
+    @torch.no_grad()
+    def outputs(self, X: Inputs) -> Tensor:
+        """Outputs of some data."""
+        f = self.root(self.embed(X))
+        self.cost.forward += len(f)
+        return f
