@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512])
     args = parser.parse_args(argv)
     problem = load_problem(args)
-    path: Path = args.out / f"quadratic_bias-{args.data}-{args.curvature}"
+    path: Path = args.out / f"quadratic_bias-{problem.folder}-{args.curvature}"
     options = {
         "curvature": args.curvature, "l2": problem.l2, "regularize_biases": False,
         "chunk_size": 256,
