@@ -112,12 +112,16 @@ def dependence(problem, args, path, options):
     states = train(
         model, problem.train, l2=problem.l2, epochs=args.epochs, checkpoints=tuple(epochs)
     )
-    training = bias_over_training(model, states, LOSS, problem.train, **study)
+    training = bias_over_training(
+        model, states, LOSS, problem.train, path=path / "training.npz", **study
+    )
     models = {}
     for width in args.widths:
         models[str(width)] = digits_model(width)
         train(models[str(width)], problem.train, l2=problem.l2, epochs=args.epochs)
-    sizes = bias_by_model_size(models, LOSS, problem.train, **study)
+    sizes = bias_by_model_size(
+        models, LOSS, problem.train, path=path / "model_size.npz", **study
+    )
     for series in (training, sizes):
         medians = series.percentiles(percent=(50,)).mean((1, 2)).tolist()
         print(f"median relative curvature error by {series.name}:",
