@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--iterations", type=int, default=30)
     args = parser.parse_args(argv)
     problem = load_problem(args)
-    path: Path = args.out / f"debiased_cg-{args.data}"
+    path: Path = args.out / f"debiased_cg-{problem.folder}"
     options = {"l2": problem.l2, "regularize_biases": False, "chunk_size": 512}
     runs = all_runs(problem, args, path, options)
 

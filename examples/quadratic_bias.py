@@ -112,12 +112,16 @@ def dependence(problem, args, path, options):
     states = train(
         model, problem.train, l2=problem.l2, epochs=args.epochs, checkpoints=tuple(epochs)
     )
-    training = bias_over_training(model, states, LOSS, problem.train, **study)
+    training = bias_over_training(
+        model, states, LOSS, problem.train, path=path / "training.npz", **study
+    )
     models = {}
     for width in args.widths:
         models[str(width)] = digits_model(width)
         train(models[str(width)], problem.train, l2=problem.l2, epochs=args.epochs)
-    sizes = bias_by_model_size(models, LOSS, problem.train, **study)
+    sizes = bias_by_model_size(
+        models, LOSS, problem.train, path=path / "model_size.npz", **study
+    )
     for series in (training, sizes):
         medians = series.percentiles(percent=(50,)).mean((1, 2)).tolist()
         print(f"median relative curvature error by {series.name}:",
@@ -141,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512])
     args = parser.parse_args(argv)
     problem = load_problem(args)
-    path: Path = args.out / f"quadratic_bias-{args.data}-{args.curvature}"
+    path: Path = args.out / f"quadratic_bias-{problem.folder}-{args.curvature}"
     options = {
         "curvature": args.curvature, "l2": problem.l2, "regularize_biases": False,
         "chunk_size": 256,

@@ -26,6 +26,11 @@ class Problem:
     test: tuple[Tensor, Tensor]
     l2: float
 
+    @property
+    def folder(self) -> str:
+        """Return the name as that of a folder for results."""
+        return "-".join("".join(c if c.isalnum() else " " for c in self.name).split())
+
 
 def digits(label_noise: float = 0.5) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return 1280 training and 512 test digits; a fraction of the labels is drawn at random."""
@@ -86,7 +91,7 @@ def digits_problem(label_noise: float = 0.5, epochs: int = 100, width: int = 256
     train_data, test_data = digits(label_noise)
     model, l2 = digits_model(width), 1e-4
     train(model, train_data, l2=l2, epochs=epochs)
-    return Problem(f"digits, {label_noise:.0%} random labels", model, train_data, test_data, l2)
+    return Problem(f"digits with {label_noise:.0%} random labels", model, train_data, test_data, l2)
 
 
 def cifar_problem(

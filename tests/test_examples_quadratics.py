@@ -25,7 +25,7 @@ def test_quadratic_bias(tmp_path, capsys):
     )
     printed = capsys.readouterr().out
     assert "9 pictures" in printed and "Top curvature is over-estimated" in printed
-    folder = tmp_path / "quadratic_bias-digits-ggn"
+    folder = tmp_path / "quadratic_bias-digits-with-50-random-labels-ggn"
     assert len(list(folder.glob("*.png"))) == 9
     assert all(picture.stat().st_size > 10_000 for picture in folder.glob("*.png"))
 
@@ -36,7 +36,7 @@ def test_debiased_cg(tmp_path, capsys):
     run("debiased_cg", *flags)
     first = capsys.readouterr().out
     assert "debiased lower in 2 of 2" in first
-    assert (tmp_path / "debiased_cg-digits" / "cg.png").stat().st_size > 10_000
+    assert (tmp_path / "debiased_cg-digits-with-0-random-labels" / "cg.png").stat().st_size > 10_000
     run("debiased_cg", *flags)  # from the file
     assert capsys.readouterr().out == first
 

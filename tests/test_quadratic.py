@@ -205,6 +205,8 @@ def test_bad_input_says_what_to_do():
         Quadratic(model, nn.CrossEntropyLoss(reduction="sum"), (X, y))
     with pytest.raises(ValueError, match="class weights"):
         Quadratic(model, nn.CrossEntropyLoss(weight=torch.ones(3)), (X, y))
+    with pytest.raises(ValueError, match="ignore_index=-100"):
+        Quadratic(model, loss, (X, torch.where(y == 0, -100, y)))
     with pytest.raises(ValueError, match="finite l2"):
         Quadratic(model, loss, (X, y), l2=-1.0)
     with pytest.raises(ValueError, match="float32 or float64"):

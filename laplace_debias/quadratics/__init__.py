@@ -24,6 +24,7 @@ from laplace_debias.quadratics.studies import (
     bias_over_training,
     relative_biases,
 )
+from laplace_debias.quadratics.trajectory import TrajectoryMetrics, evaluate_trajectory
 
 __all__ = [
     # the quadratic
@@ -40,6 +41,8 @@ __all__ = [
     "debiased_cg",
     "normalize_directions",
     "top_eigenvectors",
+    "TrajectoryMetrics",
+    "evaluate_trajectory",
     # studies of the bias
     "BatchSizeBias",
     "BiasSeries",

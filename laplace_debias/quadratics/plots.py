@@ -141,7 +141,8 @@ def _draw_roles(
     else:
         axis.axhline(0, color="grey", linewidth=0.6)
         sizes = same[torch.isfinite(same)].abs()
-        threshold = max(float(sizes.median()), 1e-12) if len(sizes) else 1.0
+        size = max(float(sizes.median()), 1e-12) if len(sizes) else 1.0
+        threshold = 10.0 ** np.ceil(np.log10(size))  # a power of ten keeps the ticks apart
         axis.set_yscale("symlog", linthresh=threshold)
 
 

@@ -23,33 +23,11 @@ from torch import Tensor, nn
 
 from laplace_debias.quadratics.chunks import Chunk, Chunks, batch_size
 from laplace_debias.quadratics.directions import normalize_directions
+from laplace_debias.quadratics.evaluation import evaluation_mode
 from laplace_debias.quadratics.ggn_gram import ggn_gram
 from laplace_debias.quadratics.restriction import RestrictedQuadratic
 
 CURVATURES = ("ggn", "hessian", "kfac")
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, and each back into its own mode at the end.
-
-    Dropout and batch statistics are noise beside that of the data, and would make ``q`` random.
-
-    Example:
-        >>> model = nn.Sequential(nn.Dropout())
-        >>> with evaluation_mode(model):
-        ...     model[0].training
-        False
-        >>> model[0].training
-        True
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 class Quadratic:
@@ -128,6 +106,7 @@ class Quadratic:
             )
         self._loss = loss
         self._chunks = Chunks(data, chunk_size)
+        _check_targets(loss, self._chunks)
         self._max_columns = max_columns
         self.curvature = curvature
         self.num_data = self._chunks.num_data
@@ -298,6 +277,18 @@ def _check_loss(loss: nn.Module) -> None:
         raise ValueError(
             "Expected a loss without class weights: its mean is over weights, not over data, and "
             "means over chunks do not add up. Use the loss without `weight`."
+        )
+
+
+def _check_targets(loss: nn.Module, chunks: Chunks) -> None:
+    """Raise if the loss would leave out targets, and so take its mean over fewer data."""
+    ignored = getattr(loss, "ignore_index", None)
+    if ignored is not None and any(
+        not y.is_floating_point() and bool((y == ignored).any()) for _, y in chunks
+    ):
+        raise ValueError(
+            f"Expected targets that all count, got some equal to ignore_index={ignored}. The mean "
+            "would be over the others only; leave these data out."
         )
 
 

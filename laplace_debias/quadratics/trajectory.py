@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from laplace_debias.quadratics.chunks import Chunk, Chunks
-from laplace_debias.quadratics.quadratic import evaluation_mode
+from laplace_debias.quadratics.evaluation import evaluation_mode
 from laplace_debias.quadratics.storage import SavedResult
 
 
