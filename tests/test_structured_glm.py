@@ -71,6 +71,24 @@ def test_mc_calls_follow_the_generator():
     torch.testing.assert_close(diagonal, expected, atol=0.01, rtol=0)
 
 
+@pytest.mark.parametrize("cls", [FastKron, FastKronLL])
+@pytest.mark.parametrize("link", ["probit", "mc", "bridge"])
+def test_sampled_calls_converge_to_exact_ones_and_follow_the_generator(cls, link):
+    la, loader = fitted_mlp(cls)
+    x = loader.dataset.tensors[0]
+    expected = la(x, link_approx=link, n_samples=20_000)
+    la.predictive_method = "samples"
+    outputs = []
+    for seed, n_samples in [(0, 20_000), (0, 9), (0, 9), (1, 9)]:
+        la._generator = torch.Generator().manual_seed(seed)
+        outputs.append(la(x, link_approx=link, n_samples=n_samples))
+    torch.testing.assert_close(outputs[0], expected, atol=0.01, rtol=0)
+    assert torch.equal(outputs[1], outputs[2]) and not torch.equal(outputs[2], outputs[3])
+    la.predictive_method = "guess"
+    with pytest.raises(ValueError, match="guess"):
+        la(x)
+
+
 def test_probabilities_for_many_covariances_at_once():
     la, loader = fitted_mlp()
     x = loader.dataset.tensors[0]
