@@ -7,27 +7,32 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor
 
 from laplace_debias.capture import Inputs
-from laplace_debias.links import check_link, class_probabilities, needs_diagonal_only
-from laplace_debias.predictive import linearized_predictive
+from laplace_debias.glm_predictions import glm_predictions
+from laplace_debias.predictive import DEFAULT_MEMORY_BUDGET, StructuredPredictor
 
 
 class StructuredGLM:
     """Mix-in before a Kron class of laplace-torch: ``la(x)`` without forming Jacobians.
 
     It replaces the two methods that everything with ``pred_type="glm"`` goes through. A class in
-    front of it may set ``_generator`` for the duration of a call; it is used for the samples of
-    ``link_approx="mc"``.
+    front of it may set ``_generator`` for the duration of a call; it is used for all samples.
+
+    Attributes:
+        predictive_method: How ``la(x)`` gets its moments: ``"exact"``, ``"samples"`` (of the
+            weights, through the linearised network: for very many outputs), or ``"auto"``.
+        memory_budget: Bytes that a prediction should stay within.
     """
 
+    predictive_method: str = "exact"
+    memory_budget: int = DEFAULT_MEMORY_BUDGET
     _generator: torch.Generator | None = None
 
     def _glm_predictive_distribution(
         self, X: Inputs, joint: bool = False, diagonal_output: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return output means and (co)variances in laplace-torch's shapes."""
-        result = linearized_predictive(
-            self, X, joint=joint, diagonal_output=diagonal_output and not joint
-        )
+        """Return exact output means and (co)variances in laplace-torch's shapes."""
+        predictor = StructuredPredictor(self, memory_budget=self.memory_budget)
+        result = predictor(X, diagonal_output and not joint, joint)
         return result.mean.flatten() if joint else result.mean, result.covariance
 
     def _glm_forward_call(
@@ -40,19 +45,20 @@ class StructuredGLM:
         diagonal_output: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return class probabilities, or for regression the output means and (co)variances."""
-        if likelihood == Likelihood.REGRESSION:
-            return self._glm_predictive_distribution(x, joint, diagonal_output)
-        check_link(link_approx)
-        diagonal = needs_diagonal_only(link_approx, diagonal_output)
-        mean, covariance = self._glm_predictive_distribution(x, diagonal_output=diagonal)
-        return class_probabilities(
-            mean,
-            covariance,
-            link_approx,
-            diagonal=diagonal,
+        regression = likelihood == Likelihood.REGRESSION
+        if regression and joint:
+            return self._glm_predictive_distribution(x, joint=True)
+        (prediction,) = glm_predictions(
+            StructuredPredictor(self, memory_budget=self.memory_budget),
+            x,
+            regression=regression,
+            link_approx=link_approx,
             n_samples=n_samples,
+            method=self.predictive_method,
             generator=self._generator,
+            diagonal_output=diagonal_output,
         )
+        return prediction if regression else prediction[0]
 
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Return output means and variances ``[n, C]`` (laplace-torch raises for Kron)."""

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from laplace_debias.capture import Inputs
 from laplace_debias.eigenbasis import PriorPrecisions, check_fitted
-from laplace_debias.links import check_link, class_probabilities, needs_diagonal_only
-from laplace_debias.predictive import DEFAULT_MEMORY_BUDGET, METHODS, StructuredPredictor
+from laplace_debias.glm_predictions import Prediction, check_method, glm_predictions
+from laplace_debias.links import check_link
+from laplace_debias.predictive import DEFAULT_MEMORY_BUDGET, StructuredPredictor
 from laplace_debias.sweep_metrics import Metrics, fresh_metrics, takes_covariance
 from laplace_debias.sweep_result import SweepResult
 
-Prediction = tuple[Tensor, ...]
 Update = Callable[[int, Prediction, Tensor], None]
 
 
@@ -148,14 +148,14 @@ def run_sweep(
         ValueError: For an unknown link or method, or an empty loader.
     """
     check_link(link_approx)
-    if method not in METHODS:
-        raise ValueError(f"Expected method to be one of {METHODS}, got {method!r}.")
+    check_method(method)
     la, n_data = predictor.la, 0
+    options = {"link_approx": link_approx, "n_samples": n_samples, "method": method}
+    options["regression"] = la.likelihood == Likelihood.REGRESSION
     with torch.no_grad():
         for x, y in batches(la, tqdm.tqdm(loader, desc="[Sweep]", disable=not progress_bar)):
-            for i, prediction in enumerate(
-                _predictions(predictor, x, link_approx, n_samples, method, generator)
-            ):
+            predictions = glm_predictions(predictor, x, generator=generator, **options)
+            for i, prediction in enumerate(predictions):
                 update(i, prediction, y)
             n_data += len(y)
     if n_data == 0:
@@ -176,44 +176,3 @@ def batches(la: KronLaplace, loader: Iterable) -> Iterator[tuple[Inputs, Tensor]
             x, y = batch
             x = x.to(la._device)
         yield x, y.to(la._device)
-
-
-def _predictions(
-    predictor: StructuredPredictor,
-    x: Inputs,
-    link_approx: str,
-    n_samples: int,
-    method: str,
-    generator: torch.Generator | None,
-) -> Iterator[Prediction]:
-    """Yield one prediction per grid point."""
-    regression = predictor.la.likelihood == Likelihood.REGRESSION
-    diagonal = not regression and needs_diagonal_only(link_approx)
-    k = len(predictor.deltas)
-    if method == "auto":
-        prefers = predictor.prefers_samples(n_samples, diagonal)
-        method = "samples" if prefers else "exact"
-    if method == "samples" and link_approx == "mc" and not regression:
-        _, samples = predictor.samples(x, n_samples, generator)
-        for drawn in samples:
-            yield (torch.softmax(drawn, dim=-1).mean(0),)
-        return
-    if method == "samples":
-        result = predictor.sampled(x, n_samples, generator, diagonal)
-    else:
-        result = predictor(x, diagonal)
-    covariance = result.covariance if predictor.many else result.covariance.unsqueeze(0)
-    if regression:
-        for i in range(k):
-            yield result.mean, covariance[i]
-        return
-    probs = class_probabilities(
-        result.mean,
-        covariance,
-        link_approx,
-        diagonal=diagonal,
-        n_samples=n_samples,
-        generator=generator,
-    )
-    for i in range(k):
-        yield (probs[i],)
