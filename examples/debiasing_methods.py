@@ -143,7 +143,7 @@ def two_batch(fit: Fitter, m: int, generator: torch.Generator) -> KronDecomposed
 def crossfit(fit: Fitter, m: int, generator: torch.Generator) -> KronDecomposed:
     """Two folds."""
     folds = [fit.factors(half) for half in uniform(fit, m, generator).chunk(2)]
-    return crossfit_kron(folds, n_data=fit.problem.n)
+    return crossfit_kron(folds, n_data=fit.problem.n).decomposed(torch.float32)
 
 
 def more_inputs(fit: Fitter, m: int, generator: torch.Generator) -> KronDecomposed:
@@ -152,7 +152,7 @@ def more_inputs(fit: Fitter, m: int, generator: torch.Generator) -> KronDecompos
         fit.factors(half, inputs=False) for half in uniform(fit, m, generator).chunk(2)
     ]
     inputs = [fit.inputs(half) for half in uniform(fit, 4 * m, generator).chunk(2)]
-    return crossfit_kron(folds, inputs, n_data=fit.problem.n)
+    return crossfit_kron(folds, inputs, n_data=fit.problem.n).decomposed(torch.float32)
 
 
 def sampled(
@@ -174,7 +174,8 @@ def sampled(
             folds.append(fit.factors(draw.indices, draw.weights, inputs=False, **kwargs))
         inputs = [fit.inputs(half) for half in uniform(fit, 4 * m, generator).chunk(2)]
         hessian = mean_loss_hessian(outputs, "classification") if exact_output else None
-        return crossfit_kron(folds, inputs, n_data=fit.problem.n, output_hessian=hessian)
+        fitted = crossfit_kron(folds, inputs, n_data=fit.problem.n, output_hessian=hessian)
+        return fitted.decomposed(torch.float32)
 
     return fit_method
 

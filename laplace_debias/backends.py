@@ -16,15 +16,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from laplace.curvature import AsdlGGN, BackPackGGN, CurvatureInterface, CurvlinopsGGN
+from laplace.curvature import BackPackGGN, CurvatureInterface
 from laplace.curvature.asdl import AsdlInterface
 from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
 from laplace_debias.batches import check_targets
 from laplace_debias.factors import Block, DataFactors
-from laplace_debias.hook_backend import HookInterface
-from laplace_debias.kfac_layers import SUPPORTED_LAYERS
+from laplace_debias.hook_backend import HookGGN, HookInterface
 from laplace_debias.layers import KFAC_TYPES, kfac_layers
 from laplace_debias.model_state import preserved
 
@@ -43,18 +42,19 @@ def supported_types(backend: type[CurvatureInterface]) -> tuple[type[nn.Module],
         The layer classes.
 
     Example:
-        >>> [t.__name__ for t in supported_types(AsdlGGN)]
-        ['Linear', 'Conv2d']
+        >>> [t.__name__ for t in supported_types(HookGGN)]
+        ['Linear', 'Conv1d', 'Conv2d', 'Conv3d']
     """
     if issubclass(backend, HookInterface):
-        return SUPPORTED_LAYERS
-    return (*KFAC_TYPES, nn.Conv1d) if issubclass(backend, BackPackGGN) else KFAC_TYPES
+        return KFAC_TYPES
+    common = (nn.Linear, nn.Conv2d)
+    return (*common, nn.Conv1d) if issubclass(backend, BackPackGGN) else common
 
 
 def choose_backend(
     backend: type[CurvatureInterface] | None, model: nn.Module
 ) -> type[CurvatureInterface]:
-    """The backend to use: the user's choice, or ASDL, or Curvlinops where ASDL cannot serve.
+    """The backend to use: the user's choice, or this package's own.
 
     Args:
         backend: The user's choice, or ``None``.
@@ -69,9 +69,11 @@ def choose_backend(
 
     Example:
         >>> choose_backend(None, nn.Linear(2, 1)).__name__
-        'AsdlGGN'
+        'HookGGN'
     """
-    if backend is not None and not issubclass(backend, AsdlInterface):
+    if backend is None:
+        return HookGGN
+    if not issubclass(backend, AsdlInterface):
         return backend
     refused = [
         f"'{name}' (dilation={m.dilation}, groups={m.groups}, padding={m.padding!r})"
@@ -79,20 +81,12 @@ def choose_backend(
         if isinstance(m, nn.Conv2d)
         and (m.dilation != (1, 1) or m.groups != 1 or isinstance(m.padding, str))
     ]
-    if not refused:
-        return AsdlGGN if backend is None else backend
-    reason = "convolutions without dilation, groups or named padding, got " + ", ".join(refused)
-    if backend is not None:
+    if refused:
         raise ValueError(
-            f"{backend.__name__} expected {reason}. Remedy: pass `backend=CurvlinopsGGN` (or leave "
-            "`backend` out)."
+            f"{backend.__name__} expected convolutions without dilation, groups or named padding, "
+            f"got {', '.join(refused)}. Remedy: leave `backend` out, or pass `CurvlinopsGGN`."
         )
-    warnings.warn(
-        f"The default backend AsdlGGN expects {reason}; using CurvlinopsGGN, which is slower. Pass "
-        "`backend=CurvlinopsGGN` to silence this warning.",
-        stacklevel=3,
-    )
-    return CurvlinopsGGN
+    return backend
 
 
 @contextmanager
@@ -121,7 +115,7 @@ def factor_function(
 
     Example:
         >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        >>> with factor_function(AsdlGGN, net, "classification") as factors_of:
+        >>> with factor_function(HookGGN, net, "classification") as factors_of:
         ...     factors = factors_of(torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1]))
         >>> [[tuple(factor.shape) for factor in block] for block in factors.blocks]
         [[(4, 4), (3, 3)], [(4, 4)], [(2, 2), (4, 4)], [(2, 2)]]
@@ -133,13 +127,15 @@ def factor_function(
         root = model.last_layer if last_layer else model
         wanted = [name for name, p in root.named_parameters() if p.requires_grad or last_layer]
         layers = {"": root} if last_layer else kfac_layers(root, supported_types(backend))
-        for layer in layers.values():  # the backends know whole layers only
-            layer.requires_grad_(True)
-        computed = [
-            f"{prefix}.{name}".lstrip(".")
-            for prefix, layer in layers.items()
-            for name, _ in layer.named_parameters(recurse=False)
-        ]
+        computed = wanted
+        if last_layer or not issubclass(backend, HookInterface):
+            for layer in layers.values():  # the others know whole layers only
+                layer.requires_grad_(True)
+            computed = [
+                f"{prefix}.{name}".lstrip(".")
+                for prefix, layer in layers.items()
+                for name, _ in layer.named_parameters(recurse=False)
+            ]
         engine = backend(model, likelihood, **(backend_kwargs or {}))
 
         def factors_of(X: Any, y: Tensor) -> DataFactors:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from laplace.utils import FeatureExtractor, Kron, KronDecomposed
+from laplace.utils import FeatureExtractor, Kron
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
@@ -56,9 +56,9 @@ def debias_mode(debias: bool | str) -> str:
         return debias
     raise ValueError(
         "Expected `debias` to be True or 'two-batch' (directions from one mini-batch, curvatures "
-        "from another), 'crossfit' (directions from all data drawn, curvatures from folds that did "
-        "not choose them), 'single' (one mini-batch for both, biased) or False (laplace-torch's own "
-        f"class), got {debias!r}. Remedy: `Laplace(model, ..., debias=True)`."
+        "from another), 'crossfit' (directions from all data drawn, curvatures from folds that "
+        "did not choose them), 'single' (one mini-batch for both, biased) or False "
+        f"(laplace-torch's own class), got {debias!r}. Remedy: `Laplace(model, ..., debias=True)`."
     )
 
 
@@ -277,16 +277,14 @@ class DebiasedPosterior(Predicting, Tuning, StructuredGLM):
 
     def _set_posterior(self, fitted: Fitted) -> None:
         """Hand the decomposition over to laplace-torch in the model's dtype."""
-        Q = [[Q_f.to(self._dtype) for Q_f in block] for block in fitted.Q]
-        lam = [[values.to(self._dtype) for values in block] for block in fitted.lam_tilde]
-        for name, block in zip(self.parameter_names, lam, strict=True):
+        H = fitted.decomposed(self._dtype, self.damping)
+        for name, block in zip(self.parameter_names, H.eigenvalues, strict=True):
             if not all(torch.isfinite(values).all() for values in block):
                 raise ValueError(
                     f"Expected the curvature of '{name}' to fit into {self._dtype}, got "
                     "eigenvalues beyond its range. Remedy: use bfloat16 or float32 for the model."
                 )
-        self._fitted = fitted
-        self.H = KronDecomposed(Q, lam, damping=self.damping)
+        self._fitted, self.H = fitted, H
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from laplace.utils import KronDecomposed
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -39,6 +41,20 @@ class Fitted:
     lam: list[list[Tensor]]
     lam_tilde: list[list[Tensor]]
     curvatures: list[Block]
+
+    def decomposed(self, dtype: torch.dtype, damping: bool = False) -> KronDecomposed:
+        """The curvature as laplace-torch holds it.
+
+        Args:
+            dtype: Its type, the model's.
+            damping: laplace-torch's switch.
+
+        Returns:
+            ``Q diag(lam_tilde) Q^T``, block by block.
+        """
+        Q = [[Q_f.to(dtype) for Q_f in block] for block in self.Q]
+        lam = [[values.to(dtype) for values in block] for block in self.lam_tilde]
+        return KronDecomposed(Q, lam, damping=damping)
 
 
 def accumulate_roles(

@@ -31,8 +31,7 @@ def _prepared_arguments(
             f"debias={mode!r}. Remedy: `Laplace(model, ..., debias='crossfit', ...)`."
         )
     if mode == CROSSFIT:
-        kwargs["backend"] = kwargs.get("backend") or HookGGN
-        if not issubclass(kwargs["backend"], HookInterface):
+        if not issubclass(kwargs.get("backend") or HookGGN, HookInterface):
             raise ValueError(
                 "Expected the backend HookGGN or HookEF with debias='crossfit', which weights each "
                 f"datum, got {kwargs['backend'].__name__}. Remedy: leave `backend` out."
@@ -67,9 +66,8 @@ class DebiasedKronLaplace(DebiasedPosterior, KronLaplace):
         debias: ``True`` or ``"two-batch"`` for the debiased posterior, ``"crossfit"`` for the
             cross-fitted one, ``"single"`` for the biased one of the same data.
         **kwargs: Further arguments of ``laplace.KronLaplace``; ``backend`` defaults to
-            ``AsdlGGN``, or ``CurvlinopsGGN`` for layers that ASDL refuses. With
-            ``debias="crossfit"`` also the options of
-            :class:`~laplace_debias.crossfit_options.CrossfitOptions`.
+            :class:`~laplace_debias.hook_backend.HookGGN`. With ``debias="crossfit"`` also the
+            options of :class:`~laplace_debias.crossfit_options.CrossfitOptions`.
 
     Raises:
         ValueError: If the model has trainable parameters that K-FAC cannot represent.
@@ -128,8 +126,8 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):
         debias: ``True`` or ``"two-batch"`` for the debiased posterior, ``"crossfit"`` for the
             cross-fitted one, ``"single"`` for the biased one of the same data.
         **kwargs: Further arguments of ``laplace.KronLLLaplace``; ``backend`` defaults to
-            ``AsdlGGN``. With ``debias="crossfit"`` also the options of
-            :class:`~laplace_debias.crossfit_options.CrossfitOptions`.
+            :class:`~laplace_debias.hook_backend.HookGGN`. With ``debias="crossfit"`` also the
+            options of :class:`~laplace_debias.crossfit_options.CrossfitOptions`.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -155,7 +153,7 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):
     ) -> None:
         self.debias, self.crossfit = _prepared_arguments(likelihood, kwargs, debias)
         # convolutions in the features are no concern of the last layer's factors
-        kwargs["backend"] = kwargs.get("backend") or choose_backend(None, nn.Linear(1, 1))
+        kwargs["backend"] = choose_backend(kwargs.get("backend"), nn.Identity())
         super().__init__(model, likelihood, *args, **kwargs)
 
     @property

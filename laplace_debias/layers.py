@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from laplace_debias.kfac_layers import SUPPORTED_LAYERS
+
 __all__ = ["check_supported", "freeze_unsupported", "kfac_layers", "unsupported_parameters"]
 
-KFAC_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d)
-"""Layers whose weight and bias have a Kronecker-factored curvature in every backend."""
+KFAC_TYPES: tuple[type[nn.Module], ...] = SUPPORTED_LAYERS
+"""Layers whose weight and bias have a Kronecker-factored curvature in the default backend."""
 
 
 def kfac_layers(
@@ -115,7 +117,8 @@ def check_supported(model: nn.Module, types: tuple[type[nn.Module], ...] = KFAC_
     Example:
         >>> check_supported(nn.Linear(2, 1))
     """
-    known = " and ".join(sorted(t.__name__ for t in types))
+    *most, last = sorted(t.__name__ for t in types)
+    known = f"{', '.join(most)} or {last}" if most else last
     layers = kfac_layers(model, types)
     if not layers:
         got = sorted({type(m).__name__ for m in model.modules() if not list(m.children())})

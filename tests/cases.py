@@ -123,6 +123,19 @@ TOKENS = Case("tokens", lambda: freeze(Tokens(), "norm"), "classification", (5, 
 BATCHNORM = Case("batchnorm", lambda: freeze(batchnorm_cnn(), "1"), "classification", (2, 7, 7))
 DILATED = Case("dilated", lambda: cnn(dilation=2), "classification", (2, 7, 7))
 GROUPED = Case("grouped", lambda: cnn(groups=2), "classification", (2, 6, 6))
+SAME = Case("same", lambda: cnn(padding="same"), "classification", (2, 6, 6))
+CONV1D = Case(
+    "conv1d",
+    lambda: nn.Sequential(nn.Conv1d(2, 3, 3, dilation=2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 4)),
+    "classification",
+    (2, 7),
+)
+CONV3D = Case(
+    "conv3d",
+    lambda: nn.Sequential(nn.Conv3d(2, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 4)),
+    "classification",
+    (2, 3, 3, 3),
+)
 ONE_ELEMENT = Case(
     "one-element",
     lambda: nn.Sequential(

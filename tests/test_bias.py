@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracles_quadratics import book_cg, dense_ggn, dense_hessian, dense_kfac, orthonormal
-from test_quadratic import make_classifier
 from torch import nn
 
 from laplace_debias.quadratics import (
@@ -28,6 +26,8 @@ from laplace_debias.quadratics import (
     studies,
 )
 from laplace_debias.quadratics.storage import Study
+from tests.oracles_quadratics import book_cg, dense_ggn, dense_hessian, dense_kfac, orthonormal
+from tests.test_quadratic import make_classifier
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from quadratics_setup import digits_problem  # noqa: E402

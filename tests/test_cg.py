@@ -7,8 +7,6 @@ import scipy.sparse.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles_quadratics import book_cg, naive_debiased_cg, orthonormal
-from test_quadratic import make_classifier
 
 from laplace_debias.quadratics import (
     CGStatus,
@@ -19,6 +17,8 @@ from laplace_debias.quadratics import (
     evaluate_trajectory,
     partition,
 )
+from tests.oracles_quadratics import book_cg, naive_debiased_cg, orthonormal
+from tests.test_quadratic import make_classifier
 
 
 class Counting:

@@ -192,7 +192,7 @@ def small_model():
 def test_kron_of_identical_folds_is_the_posterior_of_one():
     model, x = small_model()
     fold = kfac_factors(model, x, likelihood="classification")
-    H = crossfit_kron([fold, fold], n_data=200)
+    H = crossfit_kron([fold, fold], n_data=200).decomposed(torch.float64)
     blocks = [[200 / 40 * block[0], *block[1:]] for block in fold.blocks]
     torch.testing.assert_close(H.to_matrix(), Kron(blocks).to_matrix())
 
@@ -203,7 +203,8 @@ def test_kron_equals_the_dense_construction():
     outputs = [kfac_factors(model, part, likelihood="classification") for part in x.split([10, 30])]
     inputs = [input_factors(model, part) for part in x.split([20, 5, 15])]
     exact = mean_loss_hessian(model(x).detach(), "classification")
-    H = crossfit_kron(outputs, inputs, n_data=100, output_hessian=exact)
+    fitted = crossfit_kron(outputs, inputs, n_data=100, output_hessian=exact)
+    H = fitted.decomposed(torch.float64)
     expected = []
     for i in range(4):
         lam, Q = crossfit_factor([f.blocks[i][0] / f.n_data for f in outputs], [10, 30])

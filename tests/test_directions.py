@@ -3,11 +3,11 @@
 import pytest
 import scipy.sparse.linalg
 import torch
-from oracles_quadratics import dense_ggn, dense_hessian, orthonormal
-from test_quadratic import make_classifier
 from torch import nn
 
 from laplace_debias.quadratics import Quadratic, normalize_directions, top_eigenvectors
+from tests.oracles_quadratics import dense_ggn, dense_hessian, orthonormal
+from tests.test_quadratic import make_classifier
 
 
 def with_spectrum(values, seed=0):

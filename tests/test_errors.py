@@ -176,7 +176,7 @@ def test_batches_that_are_no_pairs():
 
 def test_no_supported_layer():
     model = nn.Sequential(nn.LayerNorm(3), nn.Flatten())
-    with says("at least one trainable Conv2d and Linear layer, got none .*LayerNorm"):
+    with says("trainable Conv1d, Conv2d, Conv3d or Linear layer, got none .*LayerNorm"):
         Laplace(model, "classification", "all", "kron", debias=True)
 
 

@@ -172,7 +172,7 @@ def test_the_model_is_left_as_found_also_after_an_error():
         try:
             kfac_factors(model, x, target, likelihood="classification")
         except ValueError as error:
-            assert "class indices from 0 to 2" in str(error)
+            assert "class indices in [0, 2]" in str(error)
         assert [m.training for m in model.modules()] == modes
         assert not any(m._forward_hooks for m in model.modules())
         assert all(p.grad is None for p in model.parameters())
@@ -207,9 +207,9 @@ def test_errors_say_what_to_do():
         input_factors(_Unused().double(), x)
     with pytest.raises(ValueError, match=r"shape \[n, C\]"):
         kfac_factors(model, x[:, None], y, **kwargs)
-    with pytest.raises(ValueError, match=r"class indices of shape \[6\]"):
+    with pytest.raises(ValueError, match=r"class indices of an integer dtype and shape"):
         kfac_factors(model, x, y[:, None], **kwargs)
-    with pytest.raises(ValueError, match=r"shape \[6, 3\]"):
+    with pytest.raises(ValueError, match=r"shape \['m', 3\]"):
         kfac_factors(model, x, y, likelihood="regression")
     with pytest.raises(ValueError, match=r"weights of shape \[6\]"):
         kfac_factors(model, x, y, weights=torch.ones(5), **kwargs)

@@ -8,10 +8,12 @@ import torch
 from laplace.curvature import AsdlEF, AsdlGGN, BackPackGGN, CurvlinopsEF, CurvlinopsGGN
 
 from laplace_debias import DebiasedKronLaplace, DebiasedKronLLLaplace, Laplace
+from laplace_debias.hook_backend import HookEF, HookGGN
 from tests import cases, oracles
 from tests.cases import loader
 
-BACKENDS = [AsdlGGN, CurvlinopsGGN, AsdlEF, CurvlinopsEF, BackPackGGN]
+BACKENDS = [HookGGN, HookEF, AsdlGGN, CurvlinopsGGN, AsdlEF, CurvlinopsEF, BackPackGGN]
+EF = (HookEF, AsdlEF, CurvlinopsEF)
 N = 500
 
 
@@ -43,28 +45,33 @@ def fitted(case, backend=None, n1=30, n2=40, n_data=N, debias=True, **kwargs):
 @pytest.mark.parametrize(("case", "backend"), PAIRS)
 def test_equals_dense_oracle(case, backend):
     la, first, second = fitted(case, backend)
-    fisher = "ef" if backend in (AsdlEF, CurvlinopsEF) else "ggn"
+    fisher = "ef" if backend in EF else "ggn"
     K1 = oracles.kfac(case.model(), *first, case.likelihood, fisher)
     K2 = oracles.kfac(case.model(), *second, case.likelihood, fisher)
     expected = oracles.debiased(K1, K2, N / 40)
     torch.testing.assert_close(precision(la), expected, rtol=1e-9, atol=1e-9 * expected.max())
 
 
-@pytest.mark.parametrize("case", [cases.DILATED, cases.GROUPED], ids=lambda c: c.name)
-def test_default_backend_falls_back_to_curvlinops(case):
-    with pytest.warns(UserWarning, match="using CurvlinopsGGN"):
-        la, first, second = fitted(case)
-    if case is cases.DILATED:
-        K1 = oracles.kfac(case.model(), *first, case.likelihood)
-        K2 = oracles.kfac(case.model(), *second, case.likelihood)
-        expected = oracles.debiased(K1, K2, N / 40)
-        torch.testing.assert_close(precision(la), expected, rtol=1e-9, atol=1e-9)
-    with pytest.raises(ValueError, match="AsdlGGN expected .* Remedy: pass `backend=Curvlinops"):
+@pytest.mark.parametrize("case", [cases.DILATED, cases.GROUPED, cases.SAME], ids=lambda c: c.name)
+def test_default_backend_takes_what_asdl_refuses(case):
+    la, *_ = fitted(case)
+    other, *_ = fitted(case, CurvlinopsGGN)
+    torch.testing.assert_close(precision(la), precision(other), rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="AsdlGGN expected .* Remedy: leave `backend` out"):
         fitted(case, AsdlGGN)
 
 
-def test_default_backend_is_asdl():
-    assert fitted(cases.MLP)[0]._backend_cls is AsdlGGN
+@pytest.mark.parametrize("case", [cases.CONV1D, cases.CONV3D], ids=lambda c: c.name)
+def test_default_backend_takes_other_convolutions(case):
+    la, (X, _), _ = fitted(case)
+    with pytest.warns(UserWarning, match="exact but slow"):
+        assert la(X[:3]).shape == (3, 4)
+    with pytest.raises(ValueError, match="Conv2d or Linear.*got trainable parameters in '0'"):
+        fitted(case, CurvlinopsGGN)
+
+
+def test_default_backend_is_our_own():
+    assert fitted(cases.MLP)[0]._backend_cls is HookGGN
 
 
 def test_tokens_agree_across_backends():
@@ -107,7 +114,7 @@ def test_last_layer_equals_dense_oracle(case, backend):
     first, second = case.data(30, 1), case.data(40, 2)
     la = Laplace(case.model(), case.likelihood, debias=True, backend=backend)
     la.fit(first, curvature_loader=second, n_data=N)
-    fisher = "ef" if backend in (AsdlEF, CurvlinopsEF) else "ggn"
+    fisher = "ef" if backend in EF else "ggn"
     last = {"2.weight", "2.bias"}
     K1, K2 = (oracles.kfac(case.model(), *d, case.likelihood, fisher) for d in (first, second))
     K1, K2 = ({n: block for n, block in K.items() if n in last} for K in (K1, K2))

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from oracles_quadratics import dense_ggn, dense_hessian, dense_kfac, flat_loss, orthonormal
 from torch import nn
 
 from laplace_debias.quadratics import Quadratic, partition
 from laplace_debias.quadratics.chunks import Chunks
+from tests.oracles_quadratics import dense_ggn, dense_hessian, dense_kfac, flat_loss, orthonormal
 
 DENSE = {"ggn": dense_ggn, "hessian": dense_hessian}
 

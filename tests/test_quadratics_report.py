@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from oracles_quadratics import dense_ggn
-from test_quadratic import make_classifier
 
 from laplace_debias.quadratics import CurvatureBiasReport, curvature_bias_report
+from tests.oracles_quadratics import dense_ggn
+from tests.test_quadratic import make_classifier
 
 
 def made_report(factors, sizes=(16, 64, 256), tolerance=0.2):
