@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from laplace_debias.batches import check_targets
 from laplace_debias.capture import Inputs, take
 from laplace_debias.crossfit_kron import crossfit_kron
 from laplace_debias.crossfit_network import FitCost, Network
@@ -133,6 +134,7 @@ def _uniform(
         if extra:
             more[number % K].append(network.inputs(X))
         if number >= K:
+            check_targets(y, more[number % K][-1].outputs.shape, network.likelihood)
             loss = loss + loss_sum(more[number % K][-1].outputs, y, network.likelihood)
         n_seen += len(y)
     if n_seen < sum(sizes):
@@ -167,6 +169,7 @@ class _Pool:
             else:
                 parts.append(self.network.outputs(X_part))
         f = torch.cat(parts)
+        check_targets(y, f.shape, self.network.likelihood)
         self.outputs.append(f)
         self.loss = self.loss + loss_sum(f, y, self.network.likelihood)
         return f
@@ -199,7 +202,8 @@ def _curvature_map(
     batch_size = getattr(loader.batch_sampler, "batch_size", None) or MapStyle(loader, 1).batch_size
     options = options.resolved(min(batch_size, len(loader.dataset)))
     given = options.scores
-    pool = MapStyle(loader, None if given is not None else options.n_pool)
+    limit = options.n_pool if given is None else None
+    pool = MapStyle(loader, limit, options.generator)
     passed = _Pool(network, options, key)
     rows = None if given is None else range(min(options.n_input, len(pool)))
     for X, y in read(pool.read(rows), "pool"):

@@ -50,6 +50,7 @@ class MapStyle:
         loader: A ``DataLoader`` over a map-style dataset. Its sampler is asked for one epoch, so a
             shuffled loader gives a random pool and a sampler over a subset stays within it.
         limit: How many data the pool holds at most.
+        generator: Seeds the workers that read, if any; the global one by default.
 
     Example:
         >>> pool = MapStyle(DataLoader(range(10), batch_size=4), limit=6)
@@ -57,8 +58,13 @@ class MapStyle:
         (6, [[0, 1, 2, 3], [4, 5]])
     """
 
-    def __init__(self, loader: DataLoader, limit: int | None = None) -> None:
-        self.loader, self.positions = loader, []
+    def __init__(
+        self,
+        loader: DataLoader,
+        limit: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.loader, self.generator, self.positions = loader, generator, []
         self.batch_size = 0
         for batch in loader.batch_sampler:
             self.batch_size = self.batch_size or len(batch)
@@ -88,6 +94,7 @@ class MapStyle:
                 num_workers=self.loader.num_workers,
                 collate_fn=self.loader.collate_fn,
                 pin_memory=self.loader.pin_memory,
+                generator=self.generator,
             )
         )
 
