@@ -136,7 +136,8 @@ class CurvatureBiasReport(SavedResult):
         else:
             enough = "none of these sizes is enough"
         debiased = self.overestimation("other", top=1)
-        buys = f"{debiased.min():.2f}x to {debiased.max():.2f}x"
+        low, high = f"{debiased.min():.2f}x", f"{debiased.max():.2f}x"
+        buys = low if low == high else f"{low} to {high}"
         return (
             f"Top curvature is over-estimated up to {worst:.2f}x. For a factor within "
             f"{self.tolerance:.0%} of 1, {enough}. Debiased with a second mini-batch it is {buys}."
