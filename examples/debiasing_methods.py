@@ -41,8 +41,8 @@ from small_problems import PROBLEMS, Problem, trained_problem
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.crossfit import eigh_float64
 from laplace_debias.crossfit_kron import crossfit_kron
+from laplace_debias.factors import eigh_float64
 from laplace_debias.hook_backend import HookGGN
 from laplace_debias.kfac import InputFactors, KFACFactors, input_factors, kfac_factors
 from laplace_debias.loss_hessian import mean_loss_hessian

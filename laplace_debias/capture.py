@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from laplace_debias.jacobian_blocks import patches
+from laplace_debias.model_state import evaluation_mode
 
 Inputs = Tensor | MutableMapping
 
@@ -112,19 +113,15 @@ def take(x: Inputs, rows: slice, key: str = "input_ids") -> Inputs:
 @contextlib.contextmanager
 def prediction_mode(model: nn.Module, params: list[nn.Parameter]) -> Iterator[None]:
     """Eval mode, gradients on, ``params`` differentiable; everything is put back afterwards."""
-    modes = {module: module.training for module in model.modules()}
     frozen = [p for p in params if not p.requires_grad]
     try:
-        model.eval()
         for p in frozen:
             p.requires_grad_(True)
-        with torch.inference_mode(False), torch.enable_grad():
+        with evaluation_mode(model), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         for p in frozen:
             p.requires_grad_(False)
-        for module, training in modes.items():
-            module.training = training
 
 
 def owners(model: nn.Module, params: list[nn.Parameter]) -> dict[int, list[tuple[nn.Module, str]]]:

@@ -30,6 +30,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from laplace_debias.factors import eigh_float64
+
 
 def crossfit_factor(
     means: Sequence[Tensor],
@@ -144,31 +146,6 @@ def isotonic(values: Tensor) -> Tensor:
     return values.new_tensor(means).repeat_interleave(
         torch.tensor(lengths, device=values.device)
     )
-
-
-def eigh_float64(M: Tensor, name: str = "factor") -> tuple[Tensor, Tensor]:
-    """Eigendecomposition of a symmetric matrix in double precision.
-
-    Args:
-        M: Symmetric matrix `[d, d]`.
-        name: What the matrix is called in errors.
-
-    Returns:
-        Eigenvalues `[d]`, ascending, and eigenvectors `[d, d]` in columns, in float64.
-
-    Raises:
-        ValueError: If the matrix has NaN or infinite entries.
-
-    Example:
-        >>> eigh_float64(torch.diag(torch.tensor([2.0, 1.0])))[0]
-        tensor([1., 2.], dtype=torch.float64)
-    """
-    if not bool(torch.isfinite(M).all()):
-        raise ValueError(
-            f"Expected finite entries in {name}, got NaN or infinity; check the data and the "
-            f"model's outputs for values that are not finite."
-        )
-    return torch.linalg.eigh(M.double())
 
 
 def _check_folds(means: Sequence[Tensor], sizes: Sequence[float], name: str) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from laplace_debias.crossfit import crossfit_factor, eigh_float64
+from laplace_debias.crossfit import crossfit_factor
+from laplace_debias.factors import eigh_float64
 from laplace_debias.fitting import Fitted
 from laplace_debias.kfac import InputFactors, KFACFactors
 

@@ -31,7 +31,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "DataFactors", "decompose", "merge", "rebuild", "reevaluate", "rescale"]
+__all__ = [
+    "Block",
+    "DataFactors",
+    "decompose",
+    "eigh_float64",
+    "merge",
+    "rebuild",
+    "reevaluate",
+    "rescale",
+]
 
 Block = list[Tensor]
 """``[B, A]`` or ``[B]``; the same layout holds eigenvectors and eigenvalues of the factors."""
@@ -134,7 +143,7 @@ def decompose(
     """
     Q, lam = [], []
     for block, name in zip(factors, names, strict=True):
-        pairs = [_eigh(factor, name) for factor in block]
+        pairs = [eigh_float64(factor, name) for factor in block]
         lam.append([values.clamp(min=0.0) for values, _ in pairs])
         Q.append([vectors for _, vectors in pairs])
     return Q, lam
@@ -194,8 +203,23 @@ def rebuild(Q: Sequence[Block], lam: Sequence[Sequence[Tensor]]) -> list[Block]:
     ]
 
 
-def _eigh(factor: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Symmetrised eigendecomposition in float64 that raises instead of ending the process."""
+def eigh_float64(factor: Tensor, name: str = "factor") -> tuple[Tensor, Tensor]:
+    """Eigendecomposition of a symmetric matrix in float64 that raises, and never ends the process.
+
+    Args:
+        factor: Symmetric matrix ``[d, d]``.
+        name: What it is called in errors.
+
+    Returns:
+        Eigenvalues ``[d]``, ascending, and eigenvectors ``[d, d]`` in columns, in float64.
+
+    Raises:
+        ValueError: If the matrix holds NaN or Inf, or LAPACK gives up on it.
+
+    Example:
+        >>> eigh_float64(torch.diag(torch.tensor([2.0, 1.0])))[0]
+        tensor([1., 2.], dtype=torch.float64)
+    """
     _check_finite(factor, name)
     factor = factor.to(torch.float64)
     try:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from laplace_debias.model_state import evaluation_mode
 from laplace_debias.quadratics.chunks import Chunk, Chunks
-from laplace_debias.quadratics.evaluation import evaluation_mode
 from laplace_debias.quadratics.storage import SavedResult
 
 
