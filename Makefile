@@ -17,7 +17,7 @@ $(READY): requirements.txt pyproject.toml
 	touch $@
 
 demo: $(READY)
-	$(PY) examples/quickstart.py
+	$(PY) -W ignore examples/calibration.py
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
@@ -27,7 +27,9 @@ lint: $(READY)
 	$(PY) -m ruff format --check .
 
 bench: $(READY)
-	$(PY) examples/bench.py
+	$(PY) -W ignore examples/bench_predictive.py
+	$(PY) -W ignore examples/bench_kfac.py
+	$(PY) -W ignore examples/bench_quadratics.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
