@@ -1,6 +1,7 @@
 """Timings of quadratics: many curvatures in one pass, eigenvectors, debiased against plain CG.
 
-Ratios within one run; medians of repetitions that alternate between the two sides. Writes
+Ratios within one run; each side is the fastest of repetitions that alternate between the sides,
+which is the one that other work on the machine has disturbed least. Writes
 ``outputs/bench_quadratics.json``.
 """
 
@@ -24,14 +25,14 @@ LOSS = nn.CrossEntropyLoss()
 
 
 def seconds(*functions: Callable[[], object], repeats: int) -> list[float]:
-    """Return median times of functions that are called in turn."""
+    """Return the fastest times of functions that are called in turn."""
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):
         for function, taken in zip(functions, times, strict=True):
             start = time.perf_counter()
             function()
             taken.append(time.perf_counter() - start)
-    return [sorted(taken)[len(taken) // 2] for taken in times]
+    return [min(taken) for taken in times]
 
 
 def small_quadratic(**options) -> Quadratic:
@@ -57,7 +58,7 @@ def bench_curvatures(name: str, quadratic: Quadratic, K: int, measured: int) -> 
         for column in D[:, :measured].unbind(1):
             column @ (quadratic @ column)
 
-    together, apart = seconds(lambda: quadratic.curvatures(D), separate, repeats=1)
+    together, apart = seconds(lambda: quadratic.curvatures(D), separate, repeats=2)
     apart *= K / measured
     return {"what": f"{K} curvatures in one pass / {K} products, {name}", "a": together,
             "b": apart, "ratio": together / apart, "bar": 0.5}
@@ -74,7 +75,7 @@ def bench_eigenvectors(k: int) -> dict:
     ours, scipys = seconds(
         lambda: top_eigenvectors(quadratic, k),
         lambda: scipy.sparse.linalg.eigsh(operator, k, which="LA", tol=tol),
-        repeats=3,
+        repeats=2,
     )
     return {"what": f"top {k} eigenvectors / scipy's eigsh, 85,002 parameters", "a": ours,
             "b": scipys, "ratio": ours / scipys, "bar": 1.0}
@@ -119,8 +120,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     rows = [bench_curvatures("digits-size MLP, 64 data", small_quadratic(), args.K, args.K)]
     rows.append(bench_eigenvectors(args.K))
     if not args.quick:
-        convolutions = Quadratic(all_cnn_c(), LOSS, images(16), max_columns=10)
-        rows.append(bench_curvatures("All-CNN-C, 16 images", convolutions, args.K, 10))
+        convolutions = Quadratic(all_cnn_c(), LOSS, images(8), max_columns=10)
+        rows.append(bench_curvatures("All-CNN-C, 8 images", convolutions, args.K, 10))
         rows += bench_cg(args.M, iterations=2, repeats=2)
     for row in rows:
         met = "ok" if row["ratio"] <= row["bar"] else "MISSED"

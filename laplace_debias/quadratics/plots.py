@@ -127,13 +127,13 @@ def _draw_roles(
         same, others, full = ((sign * value)[..., order] for value in (same, others, full))
     p = np.arange(1, same.shape[-1] + 1)
     axis.plot(
-        np.tile(p, len(others)), others.flatten(), ".", color=OTHER, markersize=2.5, alpha=0.35,
-        label="other mini-batches", rasterized=True,
+        np.tile(p, len(others)), others.flatten().numpy(), ".", color=OTHER, markersize=2.5,
+        alpha=0.35, label="other mini-batches", rasterized=True,
     )
-    axis.plot(p, same, "o", color=BIASED, markersize=4, markeredgecolor="black",
+    axis.plot(p, same.numpy(), "o", color=BIASED, markersize=4, markeredgecolor="black",
               markeredgewidth=0.3, label="same mini-batch")
     whole = "average of all mini-batches" if bias.curvature == "kfac" else "all data"
-    axis.plot(p, full, "x", color=EXACT, markersize=4, label=whole)
+    axis.plot(p, full.numpy(), "x", color=EXACT, markersize=4, label=whole)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     if kind == "curvatures" and bool((torch.cat([same, full]) > 0).all()):
         axis.set_yscale("log")
@@ -156,7 +156,7 @@ def plot_overlaps(result: EigenspaceOverlaps) -> Figure:
     K = result.overlaps.shape[-1]
     for i, row in enumerate(axes):
         for j, axis in enumerate(row):
-            image = result.overlaps[i, j].double().clamp(min=1e-8).log10()
+            image = result.overlaps[i, j].double().clamp(min=1e-8).log10().numpy()
             extent = (0.5, K + 0.5, K + 0.5, 0.5)
             drawn = axis.imshow(image, cmap="gray", vmin=-8, vmax=0, extent=extent)
             axis.set_title(f"$m = {i}$, $m' = {j}$", fontsize=8)
@@ -196,7 +196,7 @@ def plot_series(series: BiasSeries, kinds: Sequence[str] = ("slopes", "curvature
     )
     x = series.positions.double().numpy()
     for axis, kind in zip(axes[0], kinds, strict=True):
-        low, middle, high = series.percentiles(kind).double().unbind(-1)  # [S, draws] each
+        low, middle, high = np.moveaxis(series.percentiles(kind).numpy(), -1, 0)  # [S, draws] each
         draws = middle.shape[1]
         for draw, shift in enumerate(np.linspace(-0.06, 0.06, draws) if draws > 1 else [0.0]):
             error = np.stack([middle[:, draw] - low[:, draw], high[:, draw] - middle[:, draw]])
@@ -233,8 +233,8 @@ def plot_report(report: CurvatureBiasReport) -> Figure:
     for estimate, color, name in (("same", BIASED, "one mini-batch"), ("other", OTHER, "debiased")):
         for top, style, marker in ((1, "-", "o"), (None, "--", "s")):
             axis.plot(
-                report.batch_sizes, report.overestimation(estimate, top=top), style, color=color,
-                marker=marker, markersize=5, label=f"{name}, top {top or k}",
+                report.batch_sizes, report.overestimation(estimate, top=top).numpy(), style,
+                color=color, marker=marker, markersize=5, label=f"{name}, top {top or k}",
             )
     axis.axhspan(1 - report.tolerance, 1 + report.tolerance, color="0.9", label="tolerance")
     axis.axhline(1, color=EXACT, linewidth=0.8)
@@ -272,9 +272,9 @@ def plot_cg_runs(
             for number, pair in enumerate(pairs):
                 values = getattr(pair[split], metric).double()
                 best = pair[split].best() if metric == "loss" else values.nan_to_num(-1).argmax()
-                axis.plot(values, style, color=color, linewidth=1.1, alpha=0.85,
+                axis.plot(values.numpy(), style, color=color, linewidth=1.1, alpha=0.85,
                           label=name if number == 0 else None)
-                axis.plot(best, values[best], marker, color=color, markersize=5,
+                axis.plot(int(best), float(values[best]), marker, color=color, markersize=5,
                           markeredgecolor="black", markeredgewidth=0.4)
         axis.set_xlabel("CG iteration")
         axis.set_title(f"{('training', 'test')[split]} {metric}", fontsize=9)
