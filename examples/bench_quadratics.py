@@ -60,8 +60,13 @@ def bench_curvatures(name: str, quadratic: Quadratic, K: int, measured: int) -> 
 
     together, apart = seconds(lambda: quadratic.curvatures(D), separate, repeats=2)
     apart *= K / measured
-    return {"what": f"{K} curvatures in one pass / {K} products, {name}", "a": together,
-            "b": apart, "ratio": together / apart, "bar": 0.5}
+    return {
+        "what": f"{K} curvatures in one pass / {K} products, {name}",
+        "a": together,
+        "b": apart,
+        "ratio": together / apart,
+        "bar": 0.5,
+    }
 
 
 def bench_eigenvectors(k: int) -> dict:
@@ -69,7 +74,8 @@ def bench_eigenvectors(k: int) -> dict:
     quadratic = small_quadratic(l2=1e-4)
     tol = torch.finfo(torch.float32).eps ** (2 / 3)
     operator = scipy.sparse.linalg.LinearOperator(
-        quadratic.shape, lambda v: (quadratic @ torch.from_numpy(v).float()).numpy(),
+        quadratic.shape,
+        lambda v: (quadratic @ torch.from_numpy(v).float()).numpy(),
         dtype="float32",
     )
     ours, scipys = seconds(
@@ -77,8 +83,13 @@ def bench_eigenvectors(k: int) -> dict:
         lambda: scipy.sparse.linalg.eigsh(operator, k, which="LA", tol=tol),
         repeats=2,
     )
-    return {"what": f"top {k} eigenvectors / scipy's eigsh, 85,002 parameters", "a": ours,
-            "b": scipys, "ratio": ours / scipys, "bar": 1.0}
+    return {
+        "what": f"top {k} eigenvectors / scipy's eigsh, 85,002 parameters",
+        "a": ours,
+        "b": scipys,
+        "ratio": ours / scipys,
+        "bar": 1.0,
+    }
 
 
 def bench_cg(M: int, iterations: int, repeats: int) -> list[dict]:
@@ -102,8 +113,13 @@ def bench_cg(M: int, iterations: int, repeats: int) -> list[dict]:
     )
     name = f"on All-CNN-C, M = {M}, {iterations} iterations"
     return [
-        {"what": f"debiased CG (2 x M/2, {order}) / plain CG (M) {name}", "a": taken, "b": plain,
-         "ratio": taken / plain, "bar": 1.2}
+        {
+            "what": f"debiased CG (2 x M/2, {order}) / plain CG (M) {name}",
+            "a": taken,
+            "b": plain,
+            "ratio": taken / plain,
+            "bar": 1.2,
+        }
         for order, taken in (("side by side", side), ("one after the other", after))
     ]
 
@@ -125,8 +141,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
         rows += bench_cg(args.M, iterations=2, repeats=2)
     for row in rows:
         met = "ok" if row["ratio"] <= row["bar"] else "MISSED"
-        print(f"{row['what']:<82} {row['a']:8.2f} s / {row['b']:8.2f} s = {row['ratio']:.2f} "
-              f"(bar {row['bar']}: {met})")
+        print(
+            f"{row['what']:<82} {row['a']:8.2f} s / {row['b']:8.2f} s = {row['ratio']:.2f} "
+            f"(bar {row['bar']}: {met})"
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "bench_quadratics.json").write_text(json.dumps(rows, indent=2))
     return rows

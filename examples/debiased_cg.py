@@ -75,15 +75,20 @@ def all_runs(problem, args, path, options):
                 part = f"{name} {size} {draw}"
                 if part not in study:
                     pair = method(problem, batch, args.iterations, options)
-                    study.add(part, {
-                        f"{split}-{metric}": getattr(metrics, metric)
-                        for split, metrics in zip(("train", "test"), pair, strict=True)
-                        for metric in ("loss", "accuracy")
-                    })
-                runs[size][name].append(tuple(
-                    TrajectoryMetrics(study[part][f"{s}-loss"], study[part][f"{s}-accuracy"])
-                    for s in ("train", "test")
-                ))
+                    study.add(
+                        part,
+                        {
+                            f"{split}-{metric}": getattr(metrics, metric)
+                            for split, metrics in zip(("train", "test"), pair, strict=True)
+                            for metric in ("loss", "accuracy")
+                        },
+                    )
+                runs[size][name].append(
+                    tuple(
+                        TrajectoryMetrics(study[part][f"{s}-loss"], study[part][f"{s}-accuracy"])
+                        for s in ("train", "test")
+                    )
+                )
     return runs
 
 
@@ -110,8 +115,10 @@ def main(argv: list[str] | None = None) -> None:
         single, debiased = (final_losses(methods[name]) for name in ("single", "debiased"))
         start = methods["single"][0][0].loss[0]
         wins = int((debiased < single).sum())
-        print(f"  M = {size:6d}: start {start:.4f}, single-batch {single.mean():.4f}, debiased "
-              f"{debiased.mean():.4f}, debiased lower in {wins} of {len(single)}")
+        print(
+            f"  M = {size:6d}: start {start:.4f}, single-batch {single.mean():.4f}, debiased "
+            f"{debiased.mean():.4f}, debiased lower in {wins} of {len(single)}"
+        )
         if size in args.batch_sizes:
             assert wins >= 0.8 * len(single), f"single-batch CG ended lower too often at M = {size}"
 
@@ -121,12 +128,16 @@ def main(argv: list[str] | None = None) -> None:
     from laplace_debias.quadratics import plots
 
     rows = len(runs)
-    figure, axes = plt.subplots(rows, 4, figsize=(11, 2.3 * rows), squeeze=False,
-                                layout="constrained")
+    figure, axes = plt.subplots(
+        rows, 4, figsize=(11, 2.3 * rows), squeeze=False, layout="constrained"
+    )
     for (size, methods), row in zip(runs.items(), axes, strict=True):
         everything = size == len(problem.train[1])
-        names = ("full batch", "debiased, halves") if everything else (
-            f"one of {size}", f"debiased, two of {size // 2}")
+        names = (
+            ("full batch", "debiased, halves")
+            if everything
+            else (f"one of {size}", f"debiased, two of {size // 2}")
+        )
         title = "all data" if everything else f"batch size {size}"
         plots.plot_cg_runs(
             dict(zip(names, methods.values(), strict=True)), title=title, axes=list(row)

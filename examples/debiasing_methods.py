@@ -148,16 +148,12 @@ def crossfit(fit: Fitter, m: int, generator: torch.Generator) -> KronDecomposed:
 
 def more_inputs(fit: Fitter, m: int, generator: torch.Generator) -> KronDecomposed:
     """Two folds, with input factors from two folds of four times as many data."""
-    folds = [
-        fit.factors(half, inputs=False) for half in uniform(fit, m, generator).chunk(2)
-    ]
+    folds = [fit.factors(half, inputs=False) for half in uniform(fit, m, generator).chunk(2)]
     inputs = [fit.inputs(half) for half in uniform(fit, 4 * m, generator).chunk(2)]
     return crossfit_kron(folds, inputs, n_data=fit.problem.n).decomposed(torch.float32)
 
 
-def sampled(
-    *, u: float, exact_output: bool, systematic: bool, one_pass: int = 0
-) -> Method:
+def sampled(*, u: float, exact_output: bool, systematic: bool, one_pass: int = 0) -> Method:
     """All three repairs, with the refinements switched on; `one_pass` times M data if positive."""
 
     def fit_method(fit: Fitter, m: int, generator: torch.Generator) -> KronDecomposed:
@@ -168,9 +164,7 @@ def sampled(
         kwargs = {"fisher": "mc", "generator": generator} if one_pass else {}
         folds = []
         for _ in range(2):
-            draw = draw_weighted(
-                scores, n_draws // 2, uniform=u, order=order, generator=generator
-            )
+            draw = draw_weighted(scores, n_draws // 2, uniform=u, order=order, generator=generator)
             folds.append(fit.factors(draw.indices, draw.weights, inputs=False, **kwargs))
         inputs = [fit.inputs(half) for half in uniform(fit, 4 * m, generator).chunk(2)]
         hessian = mean_loss_hessian(outputs, "classification") if exact_output else None
@@ -215,9 +209,7 @@ def run(problem: Problem, budgets: list[int], draws: int, path: Path) -> list[di
     done = {(row["method"], row["m"], row["draw"]) for row in rows}
     everything = Fitter(problem).factors(torch.arange(problem.n))
     reference = curves(problem, reevaluated(bases_of(everything), everything, problem.n))
-    tasks = [
-        (method, m, draw) for m in budgets for draw in range(draws) for method in METHODS
-    ]
+    tasks = [(method, m, draw) for m in budgets for draw in range(draws) for method in METHODS]
     for method, m, draw in tqdm([task for task in tasks if task not in done]):
         generator = torch.Generator().manual_seed(1000 * m + draw)
         fit = Fitter(problem, everything)
@@ -228,8 +220,13 @@ def run(problem: Problem, budgets: list[int], draws: int, path: Path) -> list[di
         gaps = {k: float((found[k] - reference[k]).abs().mean()) for k in reference}
         rows.append(
             {
-                "method": method, "m": m, "draw": draw, "seconds": seconds,
-                "forward": fit.meter.forward, "backward": fit.meter.backward, **gaps,
+                "method": method,
+                "m": m,
+                "draw": draw,
+                "seconds": seconds,
+                "forward": fit.meter.forward,
+                "backward": fit.meter.backward,
+                **gaps,
             }  # fmt: skip
         )
         path.write_text(json.dumps(rows))

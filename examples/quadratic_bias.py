@@ -45,9 +45,9 @@ def visual_abstract(problem, batches, options):
         U = top_eigenvectors(quadratic, 2).vectors
         minibatch.append(quadratic.restrict(U))
         full.append(everything.restrict(U))
-    wider = torch.stack([
-        one.curvatures() / truth.curvatures() for one, truth in zip(minibatch, full, strict=True)
-    ])
+    wider = torch.stack(
+        [one.curvatures() / truth.curvatures() for one, truth in zip(minibatch, full, strict=True)]
+    )
     print(f"top two curvatures, mini-batch / all data: {wider.mean():.2f} times")
     assert wider.mean() > 1, "the mini-batch's own top plane should look too curved to it"
     return minibatch, full
@@ -63,8 +63,14 @@ def slopes_and_curvatures(problem, batches, k, path, options):
     results = {}
     for directions in ("eigenvectors", "cg"):
         results[directions] = directional_bias(
-            problem.model, LOSS, batches, directions=directions, k=k, chosen=(0, 1, 2),
-            path=path / f"bias-{directions}.npz", **options,
+            problem.model,
+            LOSS,
+            batches,
+            directions=directions,
+            k=k,
+            chosen=(0, 1, 2),
+            path=path / f"bias-{directions}.npz",
+            **options,
         )
         bias = results[directions]
         print(
@@ -98,8 +104,14 @@ def misalignment(problem, batches, k, path, options):
 def dependence(problem, args, path, options):
     """K-FAC over batch sizes; biases over training and over the network's size."""
     kfac = bias_by_batch_size(
-        problem.model, LOSS, problem.train, batch_sizes=args.kfac_sizes, k=args.k, max_batches=20,
-        path=path / "kfac.npz", **{**options, "curvature": "kfac"},
+        problem.model,
+        LOSS,
+        problem.train,
+        batch_sizes=args.kfac_sizes,
+        k=args.k,
+        max_batches=20,
+        path=path / "kfac.npz",
+        **{**options, "curvature": "kfac"},
     )
     ratios = [float((bias.same() / bias.full())[:, 0].mean()) for bias in kfac.results]
     print("K-FAC, top curvature over-estimated by batch size:", [f"{r:.2f}" for r in ratios])
@@ -119,13 +131,13 @@ def dependence(problem, args, path, options):
     for width in args.widths:
         models[str(width)] = digits_model(width)
         train(models[str(width)], problem.train, l2=problem.l2, epochs=args.epochs)
-    sizes = bias_by_model_size(
-        models, LOSS, problem.train, path=path / "model_size.npz", **study
-    )
+    sizes = bias_by_model_size(models, LOSS, problem.train, path=path / "model_size.npz", **study)
     for series in (training, sizes):
         medians = series.percentiles(percent=(50,)).mean((1, 2)).tolist()
-        print(f"median relative curvature error by {series.name}:",
-              ", ".join(f"{a}: {b:.2f}" for a, b in zip(series.labels, medians, strict=True)))
+        print(
+            f"median relative curvature error by {series.name}:",
+            ", ".join(f"{a}: {b:.2f}" for a, b in zip(series.labels, medians, strict=True)),
+        )
     return kfac, training, sizes
 
 
@@ -147,7 +159,9 @@ def main(argv: list[str] | None = None) -> None:
     problem = load_problem(args)
     path: Path = args.out / f"quadratic_bias-{problem.folder}-{args.curvature}"
     options = {
-        "curvature": args.curvature, "l2": problem.l2, "regularize_biases": False,
+        "curvature": args.curvature,
+        "l2": problem.l2,
+        "regularize_biases": False,
         "chunk_size": 256,
     }
     generator = torch.Generator().manual_seed(0)
@@ -158,8 +172,14 @@ def main(argv: list[str] | None = None) -> None:
     eigen, cg = slopes_and_curvatures(problem, batches, args.k, path, options)
     overlaps = misalignment(problem, batches, args.k, path, options)
     report = curvature_bias_report(
-        problem.model, LOSS, problem.train, batch_sizes=args.report_sizes, k=args.k,
-        draws=args.draws, path=path / "report.npz", **options,
+        problem.model,
+        LOSS,
+        problem.train,
+        batch_sizes=args.report_sizes,
+        k=args.k,
+        draws=args.draws,
+        path=path / "report.npz",
+        **options,
     )
     print(report.table())
     kfac, training, sizes = dependence(problem, args, path, options)

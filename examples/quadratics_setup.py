@@ -50,7 +50,10 @@ def digits_model(width: int = 256) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(
-            nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+            nn.Linear(64, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
             nn.Linear(width, 10),
         )
 

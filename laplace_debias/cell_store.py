@@ -87,9 +87,7 @@ class CellStore:
         else:
             content = json.loads(json.dumps(make()))
             if self.folder is not None:
-                self._write(
-                    self._path(name), {"fingerprint": self.fingerprint, "content": content}
-                )
+                self._write(self._path(name), {"fingerprint": self.fingerprint, "content": content})
         self._memory[name] = content
         return content
 

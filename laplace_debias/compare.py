@@ -169,8 +169,8 @@ def compare(
             cells[key] = lambda name=name, size=size: laplace_cell(name, size, -1)
         else:
             for budget, draw in itertools.product(budgets, range(n_draws)):
-                cells[f"{method}-{budget}-{draw}"] = (
-                    lambda m=method, b=budget, d=draw: laplace_cell(m, b, d)
+                cells[f"{method}-{budget}-{draw}"] = lambda m=method, b=budget, d=draw: (
+                    laplace_cell(m, b, d)
                 )
     rows = []
     with torch.random.fork_rng(devices=[]):  # reading a DataLoader draws from the global state

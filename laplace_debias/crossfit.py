@@ -143,9 +143,7 @@ def isotonic(values: Tensor) -> Tensor:
             length += count
         blocks.append((mean, length))
     means, lengths = zip(*blocks, strict=True)
-    return values.new_tensor(means).repeat_interleave(
-        torch.tensor(lengths, device=values.device)
-    )
+    return values.new_tensor(means).repeat_interleave(torch.tensor(lengths, device=values.device))
 
 
 def _check_folds(means: Sequence[Tensor], sizes: Sequence[float], name: str) -> None:

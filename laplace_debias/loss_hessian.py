@@ -142,9 +142,7 @@ def loss_root(
     return (2**0.5 * (f - y))[:, :, None]  # laplace-torch: half of (2 r) (2 r)^T
 
 
-def loss_sum(
-    f: Tensor, y: Tensor, likelihood: str, weights: Tensor | None = None
-) -> Tensor:
+def loss_sum(f: Tensor, y: Tensor, likelihood: str, weights: Tensor | None = None) -> Tensor:
     """Weighted sum over data of the cross-entropy or half the squared error.
 
     Args:

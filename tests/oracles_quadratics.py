@@ -9,10 +9,12 @@ def flat_loss(model, loss, X, y, l2=0.0, regularize_biases=True):
     """Return the regularised loss as a function of the flat parameters, and the parameters."""
     named = dict(model.named_parameters())
     sizes = [p.numel() for p in named.values()]
-    mask = torch.cat([
-        torch.full((p.numel(),), 1.0 if regularize_biases or not n.endswith("bias") else 0.0)
-        for n, p in named.items()
-    ]).double()
+    mask = torch.cat(
+        [
+            torch.full((p.numel(),), 1.0 if regularize_biases or not n.endswith("bias") else 0.0)
+            for n, p in named.items()
+        ]
+    ).double()
 
     def unflatten(theta):
         parts = theta.split(sizes)

@@ -92,8 +92,14 @@ def test_regression_to_the_mean_on_memorised_digits():
     """Top-20 curvature at batch size 64: twice too large at home, right on other data."""
     problem = digits_problem(label_noise=0.5)  # learned by heart: every datum counts
     report = curvature_bias_report(
-        problem.model, nn.CrossEntropyLoss(), problem.train, batch_sizes=(64,), k=20, draws=3,
-        l2=problem.l2, regularize_biases=False,
+        problem.model,
+        nn.CrossEntropyLoss(),
+        problem.train,
+        batch_sizes=(64,),
+        k=20,
+        draws=3,
+        l2=problem.l2,
+        regularize_biases=False,
     )
     assert (report.same / report.full).mean() >= 2.0
     assert abs((report.other / report.full).mean() - 1) <= 0.3

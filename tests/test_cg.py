@@ -64,7 +64,10 @@ def test_trajectory_is_that_of_scipy(seed, iterations):
     result = cg(H, g, max_iter=iterations, rtol=0.0)
     path = []
     scipy.sparse.linalg.cg(
-        H.numpy(), -g.numpy(), rtol=0.0, maxiter=iterations,
+        H.numpy(),
+        -g.numpy(),
+        rtol=0.0,
+        maxiter=iterations,
         callback=lambda x: path.append(torch.tensor(x)),
     )
     iterates = result.iterates
@@ -110,7 +113,10 @@ def test_both_orders_agree_also_with_damping_and_preconditioner():
     q, q_tilde = two_batches()
     diagonal = 1 + q.theta0.abs()
     options = {
-        "max_iter": 8, "rtol": 0.0, "damping": 0.3, "preconditioner": lambda r: r / diagonal,
+        "max_iter": 8,
+        "rtol": 0.0,
+        "damping": 0.3,
+        "preconditioner": lambda r: r / diagonal,
     }
     one = debiased_cg(q, q_tilde, side_by_side=True, **options)
     two = debiased_cg(q, q_tilde, side_by_side=False, **options)
@@ -151,9 +157,7 @@ def test_damping_and_preconditioner_solve_the_damped_system():
     conditioned = cg(
         H, g, max_iter=500, rtol=1e-12, damping=3.0, preconditioner=lambda r: r / diagonal
     )
-    exact = cg(
-        H, g, max_iter=500, rtol=1e-12, preconditioner=lambda r: torch.linalg.solve(H, r)
-    )
+    exact = cg(H, g, max_iter=500, rtol=1e-12, preconditioner=lambda r: torch.linalg.solve(H, r))
     for result in (plain, conditioned):
         assert torch.allclose(result.solution, expected, rtol=0, atol=1e-10)
     assert exact.num_products == 1  # the inverse as preconditioner: one iteration

@@ -264,9 +264,7 @@ def test_gap_by_hand():
 
 def test_summary_by_hand():
     (point,) = [
-        s
-        for s in hand_made().summary("nll")
-        if (s.method, s.prior_precision) == ("single", 1.0)
+        s for s in hand_made().summary("nll") if (s.method, s.prior_precision) == ("single", 1.0)
     ]
     assert (point.mean, point.min, point.max, point.n_draws) == (2.0, 1.5, 2.5, 2)
 

@@ -19,9 +19,26 @@ def run(name, *flags):
 
 def test_quadratic_bias(tmp_path, capsys):
     run(
-        "quadratic_bias", "--out", str(tmp_path), "--k", "4", "--draws", "1", "--epochs", "50",
-        "--width", "96", "--batch-size", "128", "--report-sizes", "32", "--kfac-sizes", "4", "16",
-        "--widths", "16",
+        "quadratic_bias",
+        "--out",
+        str(tmp_path),
+        "--k",
+        "4",
+        "--draws",
+        "1",
+        "--epochs",
+        "50",
+        "--width",
+        "96",
+        "--batch-size",
+        "128",
+        "--report-sizes",
+        "32",
+        "--kfac-sizes",
+        "4",
+        "16",
+        "--widths",
+        "16",
     )
     printed = capsys.readouterr().out
     assert "9 pictures" in printed and "Top curvature is over-estimated" in printed
@@ -31,8 +48,20 @@ def test_quadratic_bias(tmp_path, capsys):
 
 
 def test_debiased_cg(tmp_path, capsys):
-    flags = ("--out", str(tmp_path), "--batch-sizes", "128", "--draws", "2", "--iterations", "30",
-             "--epochs", "60", "--width", "128")
+    flags = (
+        "--out",
+        str(tmp_path),
+        "--batch-sizes",
+        "128",
+        "--draws",
+        "2",
+        "--iterations",
+        "30",
+        "--epochs",
+        "60",
+        "--width",
+        "128",
+    )
     run("debiased_cg", *flags)
     first = capsys.readouterr().out
     assert "debiased lower in 2 of 2" in first

@@ -90,9 +90,7 @@ def test_partition_averages_are_full_batch_values(curvature, dtype):
     model, loss, X, y = make_classifier(dtype)
     options = {"curvature": curvature, "l2": 0.2}
     D = orthonormal(43, 10, dtype=dtype)
-    parts = [
-        Quadratic(model, loss, batch, **options).restrict(D) for batch in partition((X, y), 6)
-    ]
+    parts = [Quadratic(model, loss, batch, **options).restrict(D) for batch in partition((X, y), 6)]
     full = Quadratic(model, loss, (X, y), **options).restrict(D)
     for name in ("slopes", "curvatures"):
         values = torch.stack([getattr(part, name)() for part in parts])

@@ -118,9 +118,7 @@ def test_sampled_roots_have_the_hessian_as_second_moment(likelihood):
     products = v[:, :, None] * v[:, None]
     error = (products.mean(0) - H).abs() / (products.std(0) / n**0.5).clamp(min=1e-12)
     assert error.max() < 4
-    again = sampled_hessian_root(
-        logits.expand(n, -1), likelihood, torch.Generator().manual_seed(0)
-    )
+    again = sampled_hessian_root(logits.expand(n, -1), likelihood, torch.Generator().manual_seed(0))
     assert torch.equal(again.squeeze(2), v)
 
 

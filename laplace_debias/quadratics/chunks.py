@@ -133,8 +133,10 @@ def partition(
         raise ValueError(
             f"Expected 1 <= batch_size <= {len(y)} (the number of data), got {batch_size}."
         )
-    order = torch.arange(len(y)) if generator is None else torch.randperm(
-        len(y), generator=generator, device=generator.device
+    order = (
+        torch.arange(len(y))
+        if generator is None
+        else torch.randperm(len(y), generator=generator, device=generator.device)
     )
     total = total if num_batches is None else min(total, num_batches)
     rows: Sequence[Tensor] = order[: total * batch_size].to(y.device).split(batch_size)

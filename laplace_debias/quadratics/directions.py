@@ -158,7 +158,11 @@ def top_eigenvectors(
                     # copies of a multiple eigenvalue are missing: a block finds as many as it has
                     # columns
                     again = top_eigenvectors(
-                        H, k, block_size=2 * b, tol=tol, max_products=max_products,
+                        H,
+                        k,
+                        block_size=2 * b,
+                        tol=tol,
+                        max_products=max_products,
                         generator=generator,
                     )
                     return replace(again, num_products=again.num_products + products)

@@ -117,9 +117,13 @@ def overlap_study(
             torch.stack([eigenspace_overlaps(one.vectors, other.vectors) for other in pairs])
             for one in pairs
         ]
-        study.add(part, {
-            "overlaps": torch.stack(omega), "values": torch.stack([one.values for one in pairs]),
-        })
+        study.add(
+            part,
+            {
+                "overlaps": torch.stack(omega),
+                "values": torch.stack([one.values for one in pairs]),
+            },
+        )
     return EigenspaceOverlaps(
         curvature=quadratic_options.get("curvature", "ggn"),
         batch_size=len(batches[0][1]),

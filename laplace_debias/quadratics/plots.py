@@ -48,8 +48,13 @@ def plot_planes(
         their values at ``theta_0``.
     """
     figure, axes = plt.subplots(
-        1, len(minibatch), figsize=(2.3 * len(minibatch), 2.7), sharex=True, sharey=True,
-        squeeze=False, layout="constrained",
+        1,
+        len(minibatch),
+        figsize=(2.3 * len(minibatch), 2.7),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     top = max(float(q.curvatures().max()) for q in minibatch)
     height = 0.5 * top
@@ -61,7 +66,7 @@ def plot_planes(
     xy = grid.numpy()
     for m, (one, everything, axis) in enumerate(zip(minibatch, full, axes[0], strict=True)):
         for q, color, style in ((everything, EXACT, "dashed"), (one, BIASED, "solid")):
-            z = (0.5 * torch.einsum("...i,ij,...j->...", tau, q.matrix, tau) + tau @ q.gradient)
+            z = 0.5 * torch.einsum("...i,ij,...j->...", tau, q.matrix, tau) + tau @ q.gradient
             axis.contour(xy, xy, z.numpy(), lines, colors=color, linestyles=style, linewidths=1.1)
         axis.plot(0, 0, "o", color="black", markersize=4)
         axis.set_title(f"mini-batch {m}", fontsize=9)
@@ -96,8 +101,12 @@ def plot_directional_bias(
     """
     columns = len(bias.chosen)
     figure, axes = plt.subplots(
-        len(kinds), columns, figsize=(2.8 * columns + 0.4, 2.2 * len(kinds) + 0.5), sharey="row",
-        squeeze=False, layout="constrained",
+        len(kinds),
+        columns,
+        figsize=(2.8 * columns + 0.4, 2.2 * len(kinds) + 0.5),
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
     )
     for row, kind in zip(axes, kinds, strict=True):
         for column, axis in enumerate(row):
@@ -127,11 +136,25 @@ def _draw_roles(
         same, others, full = ((sign * value)[..., order] for value in (same, others, full))
     p = np.arange(1, same.shape[-1] + 1)
     axis.plot(
-        np.tile(p, len(others)), others.flatten().numpy(), ".", color=OTHER, markersize=2.5,
-        alpha=0.35, label="other mini-batches", rasterized=True,
+        np.tile(p, len(others)),
+        others.flatten().numpy(),
+        ".",
+        color=OTHER,
+        markersize=2.5,
+        alpha=0.35,
+        label="other mini-batches",
+        rasterized=True,
     )
-    axis.plot(p, same.numpy(), "o", color=BIASED, markersize=4, markeredgecolor="black",
-              markeredgewidth=0.3, label="same mini-batch")
+    axis.plot(
+        p,
+        same.numpy(),
+        "o",
+        color=BIASED,
+        markersize=4,
+        markeredgecolor="black",
+        markeredgewidth=0.3,
+        label="same mini-batch",
+    )
     whole = "average of all mini-batches" if bias.curvature == "kfac" else "all data"
     axis.plot(p, full.numpy(), "x", color=EXACT, markersize=4, label=whole)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -150,7 +173,12 @@ def plot_overlaps(result: EigenspaceOverlaps) -> Figure:
     """Draw eigenspace overlaps as grey images: black for 1e-8 and below, white for 1."""
     S = len(result.overlaps)
     figure, axes = plt.subplots(
-        S, S, figsize=(1.7 * S + 1.2, 1.7 * S + 0.3), sharex=True, sharey=True, squeeze=False,
+        S,
+        S,
+        figsize=(1.7 * S + 1.2, 1.7 * S + 0.3),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
         layout="constrained",
     )
     K = result.overlaps.shape[-1]
@@ -171,7 +199,11 @@ def plot_batch_sizes(study: BatchSizeBias, kind: str = "curvatures") -> Figure:
     """Draw values on the same, all other and all data, a panel per batch size."""
     columns = len(study.results)
     figure, axes = plt.subplots(
-        1, columns, figsize=(2.5 * columns + 0.4, 2.9), sharey=True, squeeze=False,
+        1,
+        columns,
+        figsize=(2.5 * columns + 0.4, 2.9),
+        sharey=True,
+        squeeze=False,
         layout="constrained",
     )
     for axis, size, bias in zip(axes[0], study.batch_sizes, study.results, strict=True):
@@ -201,8 +233,14 @@ def plot_series(series: BiasSeries, kinds: Sequence[str] = ("slopes", "curvature
         for draw, shift in enumerate(np.linspace(-0.06, 0.06, draws) if draws > 1 else [0.0]):
             error = np.stack([middle[:, draw] - low[:, draw], high[:, draw] - middle[:, draw]])
             axis.errorbar(
-                x * 10**shift, middle[:, draw], yerr=error, fmt="o", color=OTHER, markersize=3.5,
-                linewidth=1, label=None if draw else "median and quartiles, a mark per draw",
+                x * 10**shift,
+                middle[:, draw],
+                yerr=error,
+                fmt="o",
+                color=OTHER,
+                markersize=3.5,
+                linewidth=1,
+                label=None if draw else "median and quartiles, a mark per draw",
             )
         axis.set_xscale("log")
         axis.set_yscale("log")
@@ -233,8 +271,13 @@ def plot_report(report: CurvatureBiasReport) -> Figure:
     for estimate, color, name in (("same", BIASED, "one mini-batch"), ("other", OTHER, "debiased")):
         for top, style, marker in ((1, "-", "o"), (None, "--", "s")):
             axis.plot(
-                report.batch_sizes, report.overestimation(estimate, top=top).numpy(), style,
-                color=color, marker=marker, markersize=5, label=f"{name}, top {top or k}",
+                report.batch_sizes,
+                report.overestimation(estimate, top=top).numpy(),
+                style,
+                color=color,
+                marker=marker,
+                markersize=5,
+                label=f"{name}, top {top or k}",
             )
     axis.axhspan(1 - report.tolerance, 1 + report.tolerance, color="0.9", label="tolerance")
     axis.axhline(1, color=EXACT, linewidth=0.8)
@@ -272,10 +315,23 @@ def plot_cg_runs(
             for number, pair in enumerate(pairs):
                 values = getattr(pair[split], metric).double()
                 best = pair[split].best() if metric == "loss" else values.nan_to_num(-1).argmax()
-                axis.plot(values.numpy(), style, color=color, linewidth=1.1, alpha=0.85,
-                          label=name if number == 0 else None)
-                axis.plot(int(best), float(values[best]), marker, color=color, markersize=5,
-                          markeredgecolor="black", markeredgewidth=0.4)
+                axis.plot(
+                    values.numpy(),
+                    style,
+                    color=color,
+                    linewidth=1.1,
+                    alpha=0.85,
+                    label=name if number == 0 else None,
+                )
+                axis.plot(
+                    int(best),
+                    float(values[best]),
+                    marker,
+                    color=color,
+                    markersize=5,
+                    markeredgecolor="black",
+                    markeredgewidth=0.4,
+                )
         axis.set_xlabel("CG iteration")
         axis.set_title(f"{('training', 'test')[split]} {metric}", fontsize=9)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -113,10 +113,12 @@ class Quadratic:
         self.num_products = 0
         self.theta0 = _flatten(self._source_params)  # [P]
         self.shape = (len(self.theta0), len(self.theta0))
-        self._l2_diagonal = torch.cat([  # [P]
-            self.theta0.new_full((p.numel(),), l2 * (regularize_biases or name[-4:] != "bias"))
-            for name, p in zip(names, self._params, strict=True)
-        ])
+        self._l2_diagonal = torch.cat(
+            [  # [P]
+                self.theta0.new_full((p.numel(),), l2 * (regularize_biases or name[-4:] != "bias"))
+                for name, p in zip(names, self._params, strict=True)
+            ]
+        )
         self._operator = self._make_operator()
         self._gradient: Tensor | None = None
         self._constant: Tensor | None = None
@@ -129,8 +131,14 @@ class Quadratic:
             "kfac": (KFACLinearOperator, {"fisher_type": FisherType.TYPE2}),
         }[self.curvature]
         return operator(
-            self._model, self._loss, self._params, self._chunks, check_deterministic=False,
-            num_data=self.num_data, batch_size_fn=batch_size, **extra,
+            self._model,
+            self._loss,
+            self._params,
+            self._chunks,
+            check_deterministic=False,
+            num_data=self.num_data,
+            batch_size_fn=batch_size,
+            **extra,
         )
 
     @contextmanager
@@ -195,7 +203,12 @@ class Quadratic:
             return (gram + gram.T) / 2
         with self._evaluating():
             gram = ggn_gram(
-                self._model, self._loss, self._params, self._chunks, self.num_data, D,
+                self._model,
+                self._loss,
+                self._params,
+                self._chunks,
+                self.num_data,
+                D,
                 self._max_columns,
             )
         self.num_products += D.shape[1]
@@ -247,7 +260,8 @@ class Quadratic:
         if changed:
             warnings.warn(
                 f"Normalised {changed} of {D.shape[1]} directions to unit length: slopes and "
-                "curvatures are those along the unit vectors.", stacklevel=3,
+                "curvatures are those along the unit vectors.",
+                stacklevel=3,
             )
         return D
 

@@ -212,10 +212,13 @@ def curvature_bias_report(
                     batches = partition((X, y), size, generator=generator, num_batches=2)
                     one, two = (Quadratic(model, loss, batch, **options) for batch in batches)
                     D, _ = choose_directions(one, "eigenvectors", k)
-                    study.add(part, {
-                        name: quadratic.curvatures(D)
-                        for name, quadratic in zip(names, (one, two, everything), strict=True)
-                    })
+                    study.add(
+                        part,
+                        {
+                            name: quadratic.curvatures(D)
+                            for name, quadratic in zip(names, (one, two, everything), strict=True)
+                        },
+                    )
                 for name in names:
                     curvatures[name].append(study[part][name])
                 bar.update()

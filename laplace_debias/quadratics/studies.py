@@ -81,10 +81,19 @@ def bias_by_batch_size(
         generator = torch.Generator().manual_seed(seed)
         batches = partition(data, size, generator=generator, num_batches=max_batches)
         part = None if path is None else Path(path).with_stem(f"{Path(path).stem}-{size}")
-        results.append(directional_bias(
-            model, loss, batches, directions=directions, k=k, chosen=chosen, path=part,
-            progress_bar=progress_bar, **quadratic_options,
-        ))
+        results.append(
+            directional_bias(
+                model,
+                loss,
+                batches,
+                directions=directions,
+                k=k,
+                chosen=chosen,
+                path=part,
+                progress_bar=progress_bar,
+                **quadratic_options,
+            )
+        )
     return BatchSizeBias(tuple(batch_sizes), tuple(results))
 
 
@@ -224,7 +233,13 @@ def bias_over_training(
         models[str(epoch)] = copy.deepcopy(model)
         models[str(epoch)].load_state_dict(state)
     return _series(
-        "epoch", models, [float(epoch) for epoch in checkpoints], loss, data, path, progress_bar,
+        "epoch",
+        models,
+        [float(epoch) for epoch in checkpoints],
+        loss,
+        data,
+        path,
+        progress_bar,
         {"batch_size": batch_size, "k": k, "draws": draws, "seed": seed, **quadratic_options},
     )
 
@@ -271,7 +286,13 @@ def bias_by_model_size(
         for model in models.values()
     ]
     return _series(
-        "number of parameters", dict(models), sizes, loss, data, path, progress_bar,
+        "number of parameters",
+        dict(models),
+        sizes,
+        loss,
+        data,
+        path,
+        progress_bar,
         {"batch_size": batch_size, "k": k, "draws": draws, "seed": seed, **quadratic_options},
     )
 
