@@ -29,6 +29,7 @@ lint: $(READY)
 bench: $(READY)
 	$(PY) -W ignore examples/bench_predictive.py
 	$(PY) -W ignore examples/bench_kfac.py
+	$(PY) -W ignore examples/bench_fit.py
 	$(PY) -W ignore examples/bench_quadratics.py
 
 clean:
