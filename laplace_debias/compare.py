@@ -56,6 +56,7 @@ def compare(
     reference: KronLaplace | None = None,
     reference_size: int | None = None,
     fits: Mapping[str, Fit] | None = None,
+    settings: Mapping[str, Any] | None = None,
     n_shared: int = 1,
     seed: int = 0,
     n_bins: int = 15,
@@ -90,7 +91,9 @@ def compare(
         reference_size: Fit the reference on that many random data instead of all; it is then
             called ``"large-batch"``.
         fits: Further methods by name: ``fit(budget, draw)`` returns a fitted approximation around
-            ``model``. What decides it belongs into its name, by which finished cells are known.
+            ``model``. Names of built-in methods may be used for ways of one's own to fit them.
+        settings: Whatever decides the numbers of ``fits``; kept with the finished cells, which are
+            not mixed with others.
         n_shared: Number of posteriors that share each pass over the evaluation data: less time
             for more memory, and more to repeat after an interruption.
         seed: Decides the draws and the random numbers of ``"mc"``.
@@ -135,6 +138,8 @@ def compare(
         "seed": seed,
         "laplace_kwargs": {key: str(value) for key, value in sorted(laplace_kwargs.items())},
     }
+    if settings is not None:
+        config["settings"] = dict(settings)
     store = CellStore(folder, config)
 
     def posterior(method: str, budget: int, draw: int) -> KronLaplace:
@@ -163,7 +168,7 @@ def compare(
         return [[cell.row(delta, next(values)) for delta in deltas] for cell in cells]
 
     cells: dict[str, _Cell] = {}
-    for method in (*methods, *extra):
+    for method in dict.fromkeys((*methods, *extra)):
         if method == VANILLA:
             cells[VANILLA] = _Cell(VANILLA, 0, -1)
         elif method in (FULL, LARGE):
