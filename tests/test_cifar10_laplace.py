@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader
 
 from laplace_debias.compare import compare
 from laplace_debias.factors import DataFactors
-from laplace_debias.factory import Laplace
-from laplace_debias.from_factors import fit_from_factors
 from laplace_debias.kfac import kfac_factors
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "cifar10"
@@ -183,24 +181,6 @@ def test_a_finished_reference_computes_nothing(example, problem, tmp_path, monke
     first = reference.reference_factors(model, train, 8, tmp_path / "reference.pt")
     monkeypatch.setattr(reference, "factors_of", None)
     assert_same(reference.reference_factors(model, train, 8, tmp_path / "reference.pt"), first)
-
-
-def test_fits_from_factors_say_what_is_wrong(example, problem):
-    model, train = problem
-    factors = example.reference.factors_of(model, train, torch.arange(4))
-
-    def laplace(debias):
-        return Laplace(model, "classification", "all", "kron", debias=debias)
-
-    with pytest.raises(ValueError, match="debias='two-batch' without curvatures"):
-        fit_from_factors(laplace(True), factors, 32)
-    with pytest.raises(ValueError, match="debias='single' with curvatures"):
-        fit_from_factors(laplace("single"), factors, 32, factors)
-    with pytest.raises(ValueError, match="`n_data` of at least 4"):
-        fit_from_factors(laplace("single"), factors, 3)
-    short = DataFactors(factors.blocks[:1], 4, factors.loss, 10)
-    with pytest.raises(ValueError, match="got \\[\\[2, 75\\]\\] in the role of curvatures"):
-        fit_from_factors(laplace(True), factors, 32, short)
 
 
 @pytest.mark.parametrize("budget", [8, 16])
