@@ -285,6 +285,25 @@ def test_experiment_goes_on_after_an_interruption(example, files, tmp_path, monk
     assert len(fitted) == 2 + 3
 
 
+def test_redrawing_takes_the_largest_reference(example, tmp_path):
+    def cell(name, method, budget, nll):
+        row = dict(method=method, budget=budget, batch_size=budget, draw=0, prior_precision=1.0)
+        content = {"fingerprint": "", "content": [row | {"metrics": {"nll": nll}}]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+
+    (tmp_path / "config.json").write_text('{"n_data": 32}')
+    cell("single-8-0", "single", 8, 2.0)
+    cell("large-batch-16-a", "large-batch", 16, 5.0)
+    cell("large-batch-24-b", "large-batch", 24, 1.5)
+    result = example.laplace_experiment.load_cells(tmp_path)
+    assert result.gap("nll", "single", 8).gap == 0.5
+    cell("full-c", "full", 32, 1.0)
+    assert example.laplace_experiment.load_cells(tmp_path).gap("nll", "single", 8).gap == 1.0
+    cell("full-d", "full", 32, 1.0)
+    with pytest.raises(ValueError, match="one reference of 32 images"):
+        example.laplace_experiment.load_cells(tmp_path)
+
+
 def test_experiment_wants_its_inputs(example, tmp_path, capsys):
     with pytest.raises(SystemExit):
         example.laplace_experiment.main(["--out", str(tmp_path)])

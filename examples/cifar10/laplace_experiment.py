@@ -164,9 +164,20 @@ def load_cells(folder: Path) -> ComparisonResult:
         raise FileNotFoundError(f"Expected {path}, got none. Remedy: run the experiment first.")
     config = json.loads(path.read_text())
     cells = [
-        json.loads(p.read_text())["content"] for p in sorted(folder.glob("*.json")) if p != path
+        [ComparisonRow(**row) for row in json.loads(file.read_text())["content"]]
+        for file in sorted(folder.glob("*.json"))
+        if file != path
     ]
-    rows = [ComparisonRow(**row) for cell in cells for row in cell]
+    # a reference may have grown since an earlier run
+    references = [cell for cell in cells if cell[0].method in ("full", "large-batch")]
+    largest = max((cell[0].budget for cell in references), default=0)
+    if sum(cell[0].budget == largest for cell in references) > 1:
+        raise ValueError(
+            f"Expected one reference of {largest} images in {folder}, got several. Remedy: delete "
+            "the outdated file."
+        )
+    cells = [cell for cell in cells if cell not in references or cell[0].budget == largest]
+    rows = [row for cell in cells for row in cell]
     order = {name: i for i, name in enumerate(("vanilla", "single", "debiased"))}
     rows.sort(key=lambda row: (order.get(row.method, len(order)), row.budget, row.draw))
     return ComparisonResult(tuple(rows), config["n_data"], config)
