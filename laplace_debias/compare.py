@@ -8,18 +8,17 @@ use the same M data. Draws with larger budgets contain those with smaller ones.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from laplace.baselaplace import KronLaplace
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Subset
 from tqdm import tqdm
 
-from laplace_debias.batches import unpack
 from laplace_debias.cell_store import CellStore
 from laplace_debias.comparison import (
     DEBIASED,
@@ -30,20 +29,15 @@ from laplace_debias.comparison import (
     ComparisonResult,
     ComparisonRow,
 )
+from laplace_debias.comparison_runs import evaluate_sets, laplace_run, vanilla_run
 from laplace_debias.factory import Laplace
 from laplace_debias.fingerprints import data_hash, model_hash, posterior_hash
 from laplace_debias.links import check_link
-from laplace_debias.metrics import CalibrationMetrics, entropy_auroc
-from laplace_debias.model_state import evaluation_mode
-from laplace_debias.predictive import StructuredPredictor
-from laplace_debias.sweep import default_grid, run_sweep
+from laplace_debias.sweep import default_grid
 
 __all__ = ["compare"]
 
-_METRICS = ("accuracy", "nll", "ece", "brier", "mean_entropy")
-# reads a loader and hands over (i, probabilities [n, C], labels [n]) for each prior precision i
-_Update = Callable[[int, Tensor, Tensor], None]
-_Run = Callable[[Iterable[Any], _Update], None]
+Fit = Callable[[int, int], KronLaplace]
 
 
 def compare(
@@ -61,6 +55,9 @@ def compare(
     n_samples: int = 40,
     reference: KronLaplace | None = None,
     reference_size: int | None = None,
+    fits: Mapping[str, Fit] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    n_shared: int = 1,
     seed: int = 0,
     n_bins: int = 15,
     folder: str | Path | None = None,
@@ -93,10 +90,17 @@ def compare(
             it says ``"full"`` unless ``reference_size`` tells otherwise.
         reference_size: Fit the reference on that many random data instead of all; it is then
             called ``"large-batch"``.
+        fits: Further methods by name: ``fit(budget, draw)`` returns a fitted approximation around
+            ``model``. Names of built-in methods may be used for ways of one's own to fit them.
+        settings: Whatever decides the numbers of ``fits``; kept with the finished cells, which are
+            not mixed with others.
+        n_shared: Number of posteriors that share each pass over the evaluation data: less time
+            for more memory, and more to repeat after an interruption.
         seed: Decides the draws and the random numbers of ``"mc"``.
         n_bins: Number of bins of the ECE.
         folder: Keeps each finished cell (method, budget, draw) as a small file there. The same
             call goes on where it was interrupted; budgets, draws, methods and reference may grow.
+            Cells are made draw by draw, so that fewer draws are soon complete.
         progress_bar: Show a progress bar over cells.
         **laplace_kwargs: Handed to `Laplace`.
 
@@ -118,7 +122,8 @@ def compare(
         (('vanilla', 'single', 'debiased', 'full'), 71)
     """
     check_link(link_approx)
-    N = _check(train_loader, budgets, n_draws, reference_size)
+    extra = dict(fits or {})
+    N = _check(train_loader, budgets, n_draws, reference_size, n_shared)
     grid = list(map(float, default_grid(N) if prior_precisions is None else prior_precisions))
     sets = _named_sets(test_loader, ood_loader)
     config = {
@@ -133,50 +138,84 @@ def compare(
         "seed": seed,
         "laplace_kwargs": {key: str(value) for key, value in sorted(laplace_kwargs.items())},
     }
+    if settings is not None:
+        config["settings"] = dict(settings)
     store = CellStore(folder, config)
 
-    def evaluated(run: _Run, deltas: list[float | None], **row: Any) -> list[dict]:
-        values = _evaluate_sets(run, sets, len(deltas), n_bins)
-        pairs = zip(deltas, values, strict=True)
-        return [asdict(ComparisonRow(**row, prior_precision=d, metrics=v)) for d, v in pairs]
-
-    def laplace_cell(method: str, budget: int, draw: int) -> list[dict]:
+    def posterior(method: str, budget: int, draw: int) -> KronLaplace:
         if method in (FULL, LARGE) and reference is not None:
-            la, size = reference, budget
-        else:
-            debias, roles = {DEBIASED: (True, 2)}.get(method, (method, 1))
-            debias = "single" if method in (FULL, LARGE) else debias
-            size = budget // roles
-            first, *second = _draw_loaders(train_loader, N, budget, roles, seed, draw)
-            la = Laplace(
-                model, "classification", subset_of_weights, "kron", debias=debias, **laplace_kwargs
-            )
-            la.fit(first, curvature_loader=second[0] if second else None, n_data=N)
-        run = _laplace_run(la, grid, link_approx, n_samples, seed)
-        row = dict(method=method, budget=budget, batch_size=size, draw=max(draw, 0))
-        return evaluated(run, grid, **row)
+            return reference
+        if method in extra:
+            return extra[method](budget, draw)
+        debias = {DEBIASED: True, FULL: SINGLE, LARGE: SINGLE}.get(method, method)
+        roles = 2 if method == DEBIASED else 1
+        first, *second = _draw_loaders(train_loader, N, budget, roles, seed, draw)
+        la = Laplace(
+            model, "classification", subset_of_weights, "kron", debias=debias, **laplace_kwargs
+        )
+        la.fit(first, curvature_loader=second[0] if second else None, n_data=N)
+        return la
 
-    cells: dict[str, Callable[[], list[dict]]] = {}
-    for method in methods:
+    def evaluated(cells: list[_Cell]) -> list[list[dict]]:
+        """Rows of some cells, from shared passes over the data."""
+        if cells[0].method == VANILLA:
+            run = vanilla_run(model, laplace_kwargs.get("dict_key_y", "labels"))
+            deltas: list[float | None] = [None]
+        else:
+            las = [posterior(*cell) for cell in cells]
+            run, deltas = laplace_run(las, grid, link_approx, n_samples, seed), grid
+        values = iter(evaluate_sets(run, sets, len(cells) * len(deltas), n_bins))
+        return [[cell.row(delta, next(values)) for delta in deltas] for cell in cells]
+
+    cells: dict[str, _Cell] = {}
+    for method in dict.fromkeys((*methods, *extra)):
         if method == VANILLA:
-            row = dict(method=VANILLA, budget=0, batch_size=0, draw=0)
-            run = _vanilla_run(model, laplace_kwargs.get("dict_key_y", "labels"))
-            cells[VANILLA] = lambda run=run, row=row: evaluated(run, [None], **row)
+            cells[VANILLA] = _Cell(VANILLA, 0, -1)
         elif method in (FULL, LARGE):
             size, name = (N, FULL) if reference_size is None else (reference_size, LARGE)
             key = name if size == N else f"{name}-{size}"
             key += "" if reference is None else f"-{posterior_hash(reference)}"
-            cells[key] = lambda name=name, size=size: laplace_cell(name, size, -1)
+            cells[key] = _Cell(name, size, -1)
         else:
             for budget, draw in itertools.product(budgets, range(n_draws)):
-                cells[f"{method}-{budget}-{draw}"] = lambda m=method, b=budget, d=draw: (
-                    laplace_cell(m, b, d)
-                )
-    rows = []
-    with torch.random.fork_rng(devices=[]):  # reading a DataLoader draws from the global state
-        for name, make in tqdm(cells.items(), "compare", disable=not progress_bar):
-            rows += [ComparisonRow(**row) for row in store.get(name, make)]
-    return ComparisonResult(tuple(rows), N, config)
+                cells[f"{method}-{budget}-{draw}"] = _Cell(method, budget, draw)
+    with (
+        torch.random.fork_rng(devices=[]),  # reading a DataLoader draws from the global state
+        tqdm(total=len(cells), desc="compare", disable=not progress_bar) as bar,
+    ):
+        missing = [name for name in cells if name not in store]
+        bar.update(len(cells) - len(missing))
+        for group in _groups(missing, cells, n_shared):
+            made = evaluated([cells[name] for name in group])
+            for name, rows in zip(group, made, strict=True):
+                store.get(name, lambda rows=rows: rows)
+            bar.update(len(group))
+    rows = [row for name in cells for row in store.get(name, list)]
+    return ComparisonResult(tuple(ComparisonRow(**row) for row in rows), N, config)
+
+
+class _Cell(NamedTuple):
+    """What one posterior is fitted on; draw -1 where there is only one."""
+
+    method: str
+    budget: int
+    draw: int
+
+    def row(self, delta: float | None, metrics: dict[str, float]) -> dict:
+        """A row of the result."""
+        size = self.budget // 2 if self.method == DEBIASED else self.budget
+        draw = max(self.draw, 0)
+        return asdict(ComparisonRow(self.method, self.budget, size, draw, delta, metrics))
+
+
+def _groups(names: list[str], cells: Mapping[str, _Cell], size: int) -> Iterator[list[str]]:
+    """Names in the order of draws, cut into groups that share passes; vanilla stands alone."""
+    ordered = sorted(names, key=lambda name: cells[name].draw)  # stable
+    alone = [name for name in ordered if cells[name].method == VANILLA]
+    ordered = [name for name in ordered if cells[name].method != VANILLA]
+    yield from ([name] for name in alone)
+    for start in range(0, len(ordered), size):
+        yield ordered[start : start + size]
 
 
 def _check(
@@ -184,6 +223,7 @@ def _check(
     budgets: Sequence[int],
     n_draws: int,
     reference_size: int | None,
+    n_shared: int,
 ) -> int:
     """Return N; raise if the arguments do not fit together."""
     dataset = getattr(train_loader, "dataset", None)
@@ -204,8 +244,12 @@ def _check(
             f"Expected reference_size between 1 and N - 1 = {N - 1}, got {reference_size}. "
             "Remedy: leave it out to use all data."
         )
-    if n_draws < 1:
-        raise ValueError(f"Expected n_draws >= 1, got {n_draws}. Remedy: the paper's is 5.")
+    for name, value, remedy in (
+        ("n_draws", n_draws, "the paper's is 5"),
+        ("n_shared", n_shared, "1 shares nothing"),
+    ):
+        if value < 1:
+            raise ValueError(f"Expected {name} >= 1, got {value}. Remedy: {remedy}.")
     return N
 
 
@@ -233,83 +277,3 @@ def _draw_loaders(
         )
         for part in order.split(budget // roles)
     ]
-
-
-def _vanilla_run(model: nn.Module, key_y: str) -> _Run:
-    """Predictions of the plain model."""
-
-    @torch.no_grad()
-    def run(loader: Iterable[Any], update: _Update) -> None:
-        device = next(model.parameters()).device
-        with evaluation_mode(model):
-            for batch in loader:
-                X, y = unpack(batch, device, key_y)
-                update(0, model(X).softmax(-1), y)
-
-    return run
-
-
-def _laplace_run(
-    la: KronLaplace, grid: list[float], link_approx: str, n_samples: int, seed: int
-) -> _Run:
-    """Predictions of the linearised network for every prior precision.
-
-    Every set starts from the same random numbers, whatever the method or draw.
-    """
-    predictor = StructuredPredictor(la, grid, keep_graph=False)
-
-    def run(loader: Iterable[Any], update: _Update) -> None:
-        generator = torch.Generator(la._device).manual_seed(seed)
-        run_sweep(
-            predictor,
-            loader,
-            lambda i, prediction, y: update(i, prediction[0], y),
-            link_approx=link_approx,
-            n_samples=n_samples,
-            generator=generator,
-        )
-
-    return run
-
-
-def _evaluate_sets(
-    run: _Run, sets: dict[str, Iterable[Any]], k: int, n_bins: int
-) -> list[dict[str, float]]:
-    """Metrics of k predictions on every set."""
-    values: list[dict[str, float]] = [{} for _ in range(k)]
-    id_entropies: list[Tensor] = []
-    for prefix, loader in sets.items():
-        metrics = [CalibrationMetrics(n_bins) for _ in range(k)]
-        # a bare tensor has no labels: an array of shape [n, 0] stands for them
-        pairs = ((b, torch.empty(len(b), 0)) if isinstance(b, Tensor) else b for b in loader)
-
-        def update(i: int, probs: Tensor, y: Tensor, metrics: list = metrics) -> None:
-            if y.shape[1:] == (0,):
-                metrics[i].update_ood(probs)
-            else:
-                metrics[i].update(probs, y)
-
-        run(pairs, update)
-        for i, metric in enumerate(metrics):
-            values[i] |= _set_values(metric, prefix, id_entropies[i] if prefix else None)
-        id_entropies = id_entropies or [metric.entropies for metric in metrics]
-    return values
-
-
-def _set_values(
-    metric: CalibrationMetrics, prefix: str, id_entropies: Tensor | None
-) -> dict[str, float]:
-    """Numbers of one set, named with its prefix."""
-    if metric.n_data + (metric.n_ood if prefix else 0) == 0:
-        name = f"the OOD loader '{prefix}'" if prefix else "`test_loader`"
-        expected = "datum" if prefix else "labelled datum"
-        raise ValueError(f"Expected at least one {expected} in {name}, got none.")
-    values: dict[str, float] = {}
-    if metric.n_data:
-        report = metric.compute()
-        values = {name: getattr(report, name) for name in _METRICS}
-    if id_entropies is not None:
-        ood_entropies = metric.entropies if metric.n_data else metric.ood_entropies
-        values["mean_entropy"] = ood_entropies.double().mean().item()
-        values["auroc"] = entropy_auroc(id_entropies, ood_entropies)
-    return {f"{prefix}_{name}" if prefix else name: value for name, value in values.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -72,43 +73,50 @@ class LayerJacobians:
                 held += 2 * C * block.param.numel()  # its Jacobian will be formed
         return held * torch.finfo(compute_dtype(probe.f.dtype)).bits // 8
 
-    def contract(self, x: Inputs, mode: str) -> tuple[Tensor, Tensor]:
-        """Return the outputs ``[n, C]`` and the sum over blocks of their contractions.
+    def contract(
+        self, x: Inputs, mode: str, posteriors: Sequence[list[EigenBlock]]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the outputs ``[n, C]`` and, per posterior, the sum of its blocks' contractions.
+
+        The posteriors share the passes through the model.
 
         Args:
             x: The data.
             mode: ``"variance"`` (``[n, C, k]``), ``"covariance"`` (``[n, C, C, k]``) or
                 ``"joint"`` (``[n * C, n * C, k]``).
+            posteriors: Blocks of each posterior, for the same parameters as this object's.
         """
         capture = run(self.model, x, self.modules, self.keep_graph)
         n, C = capture.f.shape
         sources: dict[int, list[Source]] = {}
-        others: list[EigenBlock] = []
-        for block in self.blocks:
+        others: list[int] = []
+        for i, block in enumerate(self.blocks):
             found = self._sources(block, capture, n)
             if isinstance(found, str):
                 self._warn(block, found)
-                others.append(block)
+                others.append(i)
             elif found:
-                sources[id(block)] = found
+                sources[i] = found
 
         gradients = self._gradients(capture, sources)
-        total: Tensor | None = None
-        for block in self.blocks:
-            if id(block) in sources:
-                part = self._structured(block, sources[id(block)], gradients, mode)
-                total = part if total is None else total + part
+        jacobians: dict[int, Tensor] = {}
         if others:
-            params = [block.param for block in others]
-            jacobians = per_datum_jacobians(self.model, x, params, self.key, self.keep_graph)
-            for block, J in zip(others, jacobians, strict=True):
-                chunks = maths.dense_jacobians(J.to(block.lam.dtype), block.Q, mode == "joint")
-                part = maths.contract(chunks, block.inverses, mode)
-                total = part if total is None else total + part
-        if total is None:  # no parameter has any influence
-            shape = {"variance": (n, C), "covariance": (n, C, C), "joint": (n * C, n * C)}[mode]
-            total = self.blocks[0].lam.new_zeros(*shape, len(self.blocks[0].delta))
-        return capture.f, total
+            params = [self.blocks[i].param for i in others]
+            dense = per_datum_jacobians(self.model, x, params, self.key, self.keep_graph)
+            jacobians = dict(zip(others, dense, strict=True))
+        totals = []
+        for blocks in posteriors:
+            parts = [self._structured(blocks[i], sources[i], gradients, mode) for i in sources]
+            for i, J in jacobians.items():
+                chunks = maths.dense_jacobians(
+                    J.to(blocks[i].lam.dtype), blocks[i].Q, mode == "joint"
+                )
+                parts.append(maths.contract(chunks, blocks[i].inverses, mode))
+            if not parts:  # no parameter has any influence
+                shape = {"variance": (n, C), "covariance": (n, C, C), "joint": (n * C, n * C)}
+                parts = [blocks[0].lam.new_zeros(*shape[mode], len(blocks[0].delta))]
+            totals.append(sum(parts[1:], parts[0]))
+        return capture.f, totals
 
     def _sources(self, block: EigenBlock, capture: Capture, n: int) -> list[Source] | str:
         """Return the calls that make up a block's Jacobian, or why there is no such list."""

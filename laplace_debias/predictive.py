@@ -9,6 +9,7 @@ precisions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,7 +103,7 @@ class StructuredPredictor:
             if is_last_layer(self.la):
                 f, moments = self._last_layer(x, mode)
             else:
-                f, moments = self._all_layers(x, mode)
+                f, (moments,) = self._all_layers(x, mode, [self.blocks])
         moments = moments.to(f.dtype)
         if not self.keep_graph:
             f, moments = f.detach(), moments.detach()
@@ -161,7 +162,9 @@ class StructuredPredictor:
         moments = moments.movedim(-1, 0) if self.many else moments.squeeze(-1)
         return LinearizedPredictive(f, moments, self.deltas, method)
 
-    def _all_layers(self, x: Inputs, mode: str) -> tuple[Tensor, Tensor]:
+    def _all_layers(
+        self, x: Inputs, mode: str, posteriors: Sequence[list[EigenBlock]]
+    ) -> tuple[Tensor, list[Tensor]]:
         """Contract chunk by chunk of data; a joint covariance takes all data at once."""
         key = self.la.dict_key_x
         if self._layers is None or self._layers.dims is None:
@@ -169,12 +172,14 @@ class StructuredPredictor:
         n, bytes_per_datum = size_of(x, key), self._layers.prepare(x)
         size = n if mode == "joint" else max(1, self.memory_budget // bytes_per_datum)
         if size >= n:
-            return self._layers.contract(x, mode)
+            return self._layers.contract(x, mode, posteriors)
         parts = []
         for start in range(0, n, size):
-            f, moments = self._layers.contract(take(x, slice(start, start + size), key), mode)
+            rows = take(x, slice(start, start + size), key)
+            f, moments = self._layers.contract(rows, mode, posteriors)
             parts.append((f if self.keep_graph else f.detach(), moments))
-        return torch.cat([f for f, _ in parts]), torch.cat([m for _, m in parts])
+        columns = zip(*(moments for _, moments in parts), strict=True)
+        return torch.cat([f for f, _ in parts]), [torch.cat(column) for column in columns]
 
     def _last_layer(self, x: Inputs, mode: str) -> tuple[Tensor, Tensor]:
         r"""Closed form: the Jacobian of output c is the input features in row c.

@@ -16,6 +16,8 @@ from laplace_debias.cell_store import CellStore
 from laplace_debias.compare import compare
 from laplace_debias.comparison import ComparisonResult, ComparisonRow
 from laplace_debias.factory import Laplace
+from laplace_debias.predictive import StructuredPredictor
+from laplace_debias.shared_predictive import SharedPredictor
 
 N = 40
 GRID = (0.4, 4.0, 40.0)
@@ -93,7 +95,7 @@ def test_budgets_are_equal_and_the_data_the_same(problem, monkeypatch):
 
     monkeypatch.setattr(compare_module, "Laplace", spy)
     run(problem, budgets=(8,), n_draws=1)
-    (single, debiased, full) = fits
+    (full, single, debiased) = fits
     assert [fit[2] for fit in fits] == [N, N, N]
     assert single[0] == "single" and len(single[1][0]) == 8
     assert debiased[0] is True and [len(part) for part in debiased[1]] == [4, 4]
@@ -161,6 +163,57 @@ def test_a_given_reference_is_used(problem):
         assert a.metrics["nll"] == pytest.approx(b.metrics["nll"], rel=1e-9)
 
 
+@pytest.mark.parametrize("link_approx", ["probit", "mc"])
+def test_shared_passes_change_nothing(problem, link_approx):
+    model, *_, ood = problem
+    alone = run(problem, link_approx=link_approx, ood_loader=ood)
+    shared = run(problem, link_approx=link_approx, ood_loader=ood, n_shared=4)
+    assert [row.method for row in shared.rows] == [row.method for row in alone.rows]
+    for a, b in zip(alone.rows, shared.rows, strict=True):
+        assert (a.method, a.budget, a.draw) == (b.method, b.budget, b.draw)
+        assert b.metrics == pytest.approx(a.metrics, rel=1e-9)
+
+
+def test_shared_passes_are_fewer(problem):
+    model, *_ = problem
+    counts = {}
+    for n_shared in (1, 8):
+        calls = []
+        handle = model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        run(problem, methods=("single", "debiased"), n_shared=n_shared)
+        handle.remove()
+        counts[n_shared] = len(calls)
+    assert counts[8] < counts[1] / 2
+
+
+def test_posteriors_of_other_models_cannot_share_passes(problem):
+    predictors = []
+    for _ in range(2):
+        la = Laplace(nn.Linear(3, 2), "classification", "all", "kron", debias="single")
+        la.fit((torch.randn(4, 3), torch.tensor([0, 1, 0, 1])), n_data=10)
+        predictors.append(StructuredPredictor(la, [1.0]))
+    with pytest.raises(ValueError, match="same parameters of one model"):
+        SharedPredictor(predictors)
+    with pytest.raises(ValueError, match="at least one predictor"):
+        SharedPredictor([])
+
+
+def test_further_methods_by_function(problem):
+    model, train, *_ = problem
+    asked = []
+
+    def fit(budget, draw):
+        asked.append((budget, draw))
+        la = Laplace(model, "classification", "all", "kron", debias="crossfit", n_curvature=budget)
+        la.fit(train, n_data=N)
+        return la
+
+    result = run(problem, methods=("single", "full"), fits={"ours": fit})
+    assert result.methods == ("single", "full", "ours")
+    assert sorted(asked) == [(8, 0), (8, 1), (16, 0), (16, 1)]
+    assert set(result.gap_ratio("nll", "ours")) == {8, 16}
+
+
 def test_compare_resumes_without_repeating_a_cell(problem, tmp_path, monkeypatch):
     uninterrupted = run(problem)
     fits = []
@@ -175,8 +228,8 @@ def test_compare_resumes_without_repeating_a_cell(problem, tmp_path, monkeypatch
     monkeypatch.setattr(compare_module, "Laplace", counting)
     with pytest.raises(KeyboardInterrupt):
         run(problem, folder=tmp_path)
-    finished = {path.name for path in tmp_path.glob("*-*.json")}
-    assert len(finished) == 5
+    finished = {path.stem for path in tmp_path.glob("*.json")} - {"config", "vanilla"}
+    assert finished == {"full", "single-8-0", "single-16-0", "debiased-8-0", "debiased-16-0"}
     assert not list(tmp_path.glob("*.partial"))
 
     def counting_on(*args, **kwargs):
@@ -218,6 +271,7 @@ def test_cell_store_refuses_foreign_cells(tmp_path):
         (dict(budgets=(80,)), "got 80"),
         (dict(n_draws=0), "n_draws >= 1, got 0"),
         (dict(link_approx="logit"), "logit"),
+        (dict(n_shared=0), "n_shared >= 1, got 0"),
         (dict(reference_size=40), "reference_size between 1 and N - 1 = 39, got 40"),
         (dict(ood_loader=[]), "at least one datum"),
         (dict(methods=("nonsense",)), "nonsense"),

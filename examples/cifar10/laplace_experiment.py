@@ -1,0 +1,275 @@
+"""The paper's Laplace experiment on CIFAR-10: how close do two mini-batches come to all the data?
+
+    python examples/cifar10/laplace_experiment.py --data DATA --weights WEIGHTS --out OUT
+    python examples/cifar10/laplace_experiment.py ... --reference-size 8000     # 'large-batch'
+    python examples/cifar10/laplace_experiment.py --out OUT --redraw            # from OUT's cells
+
+A trained network (`train.py`) gets K-FAC Laplace approximations from single mini-batches of 64, 256
+and 1024 images, from two of half the size (debiased), and from all 40,000 training images, at 14
+prior precisions and for five draws. Each is evaluated on test images, on training images and on
+corrupted test images of five severities. Weights are uncertain, biases are not; factors and their
+decomposition are in float64, predictions in float32.
+
+OUT receives one small JSON file per finished posterior, the figures and the table. The same command
+goes on after an interruption. CACHE (by default OUT/cache) receives what is large: the factors of
+the reference, and the corrupted images.
+
+The paper computed its factors with BackPACK, whose blocks of convolutions are on another scale than
+K-FAC-expand, used here: the beta axis of its figure is not comparable with this one. Predictions
+are those of the linearised network, whose samples (``--link mc``) use common random numbers.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from corruptions import SEVERITIES, make_corrupted, read_published
+from data import Cifar, Split, load_cifar
+from draws import NestedDraws
+from models import make_model, weights_and_biases
+from reference import reference_factors
+from torch import nn
+from torch.utils.data import DataLoader
+from train import save_atomically
+
+from laplace_debias.compare import Fit, compare
+from laplace_debias.comparison import ComparisonResult, ComparisonRow
+from laplace_debias.factory import Laplace
+from laplace_debias.from_factors import fit_from_factors
+from laplace_debias.kron_laplace import DebiasedKronLaplace
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+CROSSFIT = "crossfit-curvature"
+
+
+def load_model(name: str, weights: Path, num_classes: int) -> nn.Module:
+    """Build a network, load its weights (a state dict, or a checkpoint), freeze its biases."""
+    model = make_model(name, num_classes)
+    state = torch.load(weights, weights_only=True)
+    model.load_state_dict(state.get("model", state))
+    for bias in weights_and_biases(model)[1]:
+        bias.requires_grad_(False)
+    return model.eval()
+
+
+def corrupted_splits(cifar: Cifar, args: argparse.Namespace, cache: Path) -> dict[str, Split]:
+    """Corrupted test images by name, ``c1`` to ``c5``; what the library made is kept in a file."""
+    splits = {}
+    for severity in args.severities if args.n_corrupted else ():
+        name = f"c{severity}"
+        if args.cifar10c is not None:
+            splits[name] = read_published(args.cifar10c, args.n_corrupted, severity, args.seed)
+            continue
+        path = cache / f"corrupted_{name}_{args.n_corrupted}_seed{args.seed}.pt"
+        if not path.exists():
+            split = make_corrupted(cifar.test.first(args.n_corrupted), severity, args.seed)
+            cache.mkdir(parents=True, exist_ok=True)
+            save_atomically({"images": split.images, "labels": split.labels}, path)
+        splits[name] = Split(**torch.load(path, weights_only=True))
+    return splits
+
+
+def reference_posterior(
+    model: nn.Module, cifar: Cifar, args: argparse.Namespace, cache: Path
+) -> DebiasedKronLaplace | None:
+    """Fit the reference, as far as its file goes; ``None`` if it is not complete yet."""
+    N = len(cifar.train)
+    factors = reference_factors(
+        model,
+        cifar.train,
+        args.reference_size or N,
+        cache / f"reference_{args.factor_dtype}_seed{args.seed}.pt",
+        dtype=DTYPES[args.factor_dtype],
+        seed=args.seed,
+        chunk=args.chunk,
+        max_images=args.max_images,
+        progress_bar=args.progress_bar,
+    )
+    if factors.n < (args.reference_size or N):
+        print(f"{factors.n} images of the reference are done; the same command goes on.")
+        return None
+    la = Laplace(model, "classification", "all", "kron", debias="single")
+    fit_from_factors(la, factors, N)
+    return la
+
+
+def crossfit(model: nn.Module, train_loader: DataLoader, seed: int) -> Fit:
+    """Our own method: M images by their curvature, from a pool scored by forward passes."""
+
+    def fit(budget: int, draw: int) -> DebiasedKronLaplace:
+        la = Laplace(
+            model,
+            "classification",
+            "all",
+            "kron",
+            debias="crossfit",
+            sampling="curvature",
+            n_curvature=budget,
+            generator=torch.Generator().manual_seed(seed * 1_000_003 + draw + 1),
+        )
+        la.fit(train_loader, n_data=len(train_loader.dataset))
+        return la
+
+    return fit
+
+
+def run(args: argparse.Namespace) -> ComparisonResult | None:
+    """Compute what is missing; return all of it, or ``None`` if the reference is not complete."""
+    cache = args.cache or args.out / "cache"
+    cifar = load_cifar(args.data, args.dataset, args.validation_size)
+    if args.reference_size == len(cifar.train):
+        args.reference_size = None  # all of them: the full batch
+    model = load_model(args.model, args.weights, cifar.num_classes)
+    corrupted = corrupted_splits(cifar, args, cache)
+    reference = reference_posterior(model, cifar, args, cache)
+    if reference is None:
+        return None
+    others = {"train": cifar.train.first(args.n_train)} if args.n_train else {}
+    loaders = {
+        name: DataLoader(split.to_dataset(), args.chunk)
+        for name, split in ({"test": cifar.test.first(args.n_test)} | others | corrupted).items()
+    }
+    train_loader = DataLoader(cifar.train.to_dataset(), args.chunk)
+    dtype = DTYPES[args.factor_dtype]
+    fits = NestedDraws(model, cifar.train, args.budgets, dtype, args.seed, args.chunk).fits
+    if args.crossfit:
+        fits[CROSSFIT] = crossfit(model, train_loader, args.seed)
+    return compare(
+        model,
+        train_loader,
+        loaders.pop("test"),
+        ood_loader=loaders or None,
+        budgets=args.budgets,
+        n_draws=args.n_draws,
+        methods=("vanilla", "full"),
+        link_approx=args.link,
+        n_samples=args.n_samples,
+        reference=reference,
+        reference_size=args.reference_size,
+        fits=fits,
+        settings={"factor_dtype": args.factor_dtype},
+        n_shared=args.n_shared,
+        seed=args.seed,
+        folder=args.out / "cells",
+        progress_bar=args.progress_bar,
+    )
+
+
+def load_cells(folder: Path) -> ComparisonResult:
+    """Read every finished cell of a folder; needs neither data nor weights."""
+    path = folder / "config.json"
+    if not path.exists():
+        raise FileNotFoundError(f"Expected {path}, got none. Remedy: run the experiment first.")
+    config = json.loads(path.read_text())
+    cells = [
+        [ComparisonRow(**row) for row in json.loads(file.read_text())["content"]]
+        for file in sorted(folder.glob("*.json"))
+        if file != path
+    ]
+    # a reference may have grown since an earlier run
+    references = [cell for cell in cells if cell[0].method in ("full", "large-batch")]
+    largest = max((cell[0].budget for cell in references), default=0)
+    if sum(cell[0].budget == largest for cell in references) > 1:
+        raise ValueError(
+            f"Expected one reference of {largest} images in {folder}, got several. Remedy: delete "
+            "the outdated file."
+        )
+    cells = [cell for cell in cells if cell not in references or cell[0].budget == largest]
+    rows = [row for cell in cells for row in cell]
+    order = {name: i for i, name in enumerate(("vanilla", "single", "debiased"))}
+    rows.sort(key=lambda row: (order.get(row.method, len(order)), row.budget, row.draw))
+    return ComparisonResult(tuple(rows), config["n_data"], config)
+
+
+def set_names(result: ComparisonResult) -> list[str]:
+    """Names of the evaluation sets beside the test set."""
+    return [name.removesuffix("_nll") for name in result.metrics if name.endswith("_nll")]
+
+
+def report(result: ComparisonResult) -> str:
+    """The gap ratios per budget and set, and the test set's gaps, biases and spreads."""
+    lines = [f"Reference: {result.reference}, {result.budgets(result.reference)[0]} images.", ""]
+    lines += [result.table(["accuracy", "nll", "ece", "brier"]), ""]
+    known = ("vanilla", "single", "full", "large-batch")
+    for method in (name for name in result.methods if name not in known):
+        lines.append(f"Gap ratio {method} / single (below 1: nearer to the reference)")
+        budgets = list(result.gap_ratio("nll", method))
+        lines.append("set    metric    " + "".join(f"{budget:>8}" for budget in budgets))
+        for prefix in ("", *set_names(result)):
+            for metric in ("accuracy", "nll", "ece"):
+                ratios = result.gap_ratio(f"{prefix}_{metric}" if prefix else metric, method)
+                values = "".join(f"{ratios[budget]:>8.2f}" for budget in budgets)
+                lines.append(f"{prefix or 'test':<6} {metric:<10}{values}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def draw(result: ComparisonResult, out: Path) -> None:
+    """Save the paper's figure for every evaluation set."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    from laplace_debias.plots import plot_comparison
+
+    for prefix in ("", *set_names(result)):
+        names = ["accuracy", "nll", "ece"] + (["auroc"] if prefix not in ("", "train") else [])
+        axes = plot_comparison(result, [f"{prefix}_{name}" if prefix else name for name in names])
+        axes[0].figure.savefig(out / f"figure_{prefix or 'test'}.png", dpi=150)
+        plt.close(axes[0].figure)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; the defaults are the paper's."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of this run's cells and figures")
+    add("--redraw", action="store_true", help="only draw what OUT holds")
+    add("--data", type=Path, help="folder with the data set")
+    add("--weights", type=Path, help="state dict of the trained network")
+    add("--model", default="allcnnc", help="allcnnc or convnet-d-w")
+    add("--dataset", choices=("cifar10", "cifar100"), default="cifar10")
+    add("--validation-size", type=int, default=10_000)
+    add("--cache", type=Path, help="folder for large files, OUT/cache by default")
+    add("--cifar10c", type=Path, help="folder of the published CIFAR-10-C files")
+    add("--budgets", type=int, nargs="+", default=[64, 256, 1024])
+    add("--n-draws", type=int, default=5)
+    add("--n-test", type=int, default=1000)
+    add("--n-train", type=int, default=1000, help="0 leaves the training images out")
+    add("--n-corrupted", type=int, default=300, help="per severity; 0 leaves them out")
+    add("--severities", type=int, nargs="+", default=list(SEVERITIES))
+    add("--reference-size", type=int, help="fewer than all images: 'large-batch'")
+    add("--max-images", type=int, help="stop the reference after so many more; go on later")
+    add("--factor-dtype", choices=sorted(DTYPES), default="float64")
+    add("--link", choices=("probit", "mc"), default="probit")
+    add("--n-samples", type=int, default=40, help="for --link mc")
+    add("--crossfit", action="store_true", help="add the cross-fitted method")
+    add("--n-shared", type=int, default=6, help="posteriors that share the evaluation's passes")
+    add("--chunk", type=int, default=64, help="images per pass")
+    add("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    if not args.redraw and (args.data is None or args.weights is None):
+        parser.error("expected --data and --weights (or --redraw)")
+    args.progress_bar = sys.stderr.isatty()
+    return args
+
+
+def main(argv: list[str] | None = None) -> ComparisonResult | None:
+    """Run the command line."""
+    args = parse(argv)
+    result = load_cells(args.out / "cells") if args.redraw else run(args)
+    if result is not None:
+        text = report(result)
+        print(text)
+        (args.out / "table.txt").write_text(text)
+        draw(result, args.out)
+    return result
+
+
+if __name__ == "__main__":
+    main()
