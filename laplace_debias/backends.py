@@ -207,10 +207,15 @@ def _probe(
 
     handles = [layer.register_forward_hook(record(name)) for name, layer in layers.items()]
     try:
-        shape = model(X[:1] if isinstance(X, Tensor) else X).shape
+        f = model(X[:1] if isinstance(X, Tensor) else X)
     finally:
         for handle in handles:
             handle.remove()
+    if not isinstance(f, Tensor):
+        raise ValueError(
+            f"Expected the model to return a tensor of outputs, got {type(f).__name__}. Remedy: "
+            "wrap it in a module that returns the outputs alone."
+        )
     silent = [name for name, calls in seen.items() if not calls]
     if silent:
         raise ValueError(
@@ -218,7 +223,7 @@ def _probe(
             f"{', '.join(map(repr, silent))}. Remedy: freeze what is not used, e.g. "
             f"`model.get_submodule({silent[0]!r}).requires_grad_(False)`."
         )
-    return shape, seen
+    return f.shape, seen
 
 
 def _to_convention(blocks: dict[str, Block], positions: dict[str, list[float]], n: int) -> None:

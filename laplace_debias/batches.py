@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import SequentialSampler
+from torch.utils.data import Dataset, SequentialSampler
 
 __all__ = [
     "CURVATURES",
@@ -18,6 +18,7 @@ __all__ = [
     "role_batches",
     "training_size",
     "unpack",
+    "warn_if_sequential",
 ]
 
 DIRECTIONS = "directions"
@@ -65,13 +66,7 @@ def role_batches(
     elif not two_roles:
         yield from _all_of(train_loader, DIRECTIONS, "train_loader")
     else:
-        if isinstance(getattr(train_loader, "sampler", None), SequentialSampler):
-            warnings.warn(
-                "The loader reads its data in order (SequentialSampler), and only its first two "
-                "mini-batches are used: on sorted data neither represents the training set. Build "
-                "it with `DataLoader(..., shuffle=True)`.",
-                stacklevel=3,
-            )
+        warn_if_sequential(train_loader)
         batches = iter(as_batches(train_loader))
         for count, role in enumerate((DIRECTIONS, CURVATURES)):
             try:
@@ -82,6 +77,24 @@ def role_batches(
                     f"directions, the second for the curvatures), got {count}. Remedy: use a "
                     "smaller `batch_size`, or pass a second loader as `curvature_loader`."
                 ) from None
+
+
+def warn_if_sequential(loader: Iterable[Any]) -> None:
+    """Warn about a loader that reads its data in order, where only its first ones are used.
+
+    Args:
+        loader: A loader, or any iterable.
+
+    Example:
+        >>> warn_if_sequential([])
+    """
+    if isinstance(getattr(loader, "sampler", None), SequentialSampler):
+        warnings.warn(
+            "The loader reads its data in order (SequentialSampler), and only its first "
+            "mini-batches are used: on sorted data they do not represent the training set. Build "
+            "it with `DataLoader(..., shuffle=True)`.",
+            stacklevel=4,
+        )
 
 
 def training_size(
@@ -122,6 +135,11 @@ def training_size(
     try:
         return len(dataset)
     except TypeError:
+        if isinstance(train_loader, Dataset):
+            raise ValueError(
+                f"Expected a loader of mini-batches, got the dataset {type(train_loader).__name__} "
+                "itself. Remedy: `DataLoader(dataset, batch_size=..., shuffle=True)`."
+            ) from None
         kind = "no `.dataset`" if dataset is None else f"a {type(dataset).__name__} without length"
         raise ValueError(
             f"Expected a loader whose dataset has a length, or `n_data`; got {kind} and "
@@ -164,6 +182,12 @@ def unpack(
                 "Expected mini-batches `(X, y)` or mappings, got "
                 f"{type(batch).__name__}. Remedy: let the loader's `collate_fn` return a pair."
             )
+        for part in batch:
+            if not isinstance(part, Tensor):
+                raise ValueError(
+                    f"Expected mini-batches of tensors, got {type(part).__name__}. Remedy: "
+                    "`torch.as_tensor(...)`, or a `DataLoader`, which makes tensors."
+                )
         X, y = batch[0].to(device), batch[1].to(device)
         inputs = [X]
     for value in inputs:

@@ -16,7 +16,7 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from laplace_debias.batches import unpack
+from laplace_debias.batches import as_batches, unpack
 from laplace_debias.metrics import CalibrationMetrics
 from laplace_debias.model_state import evaluation_mode
 from laplace_debias.regression_metrics import RegressionMetrics
@@ -124,7 +124,7 @@ def evaluate(
     shapes: set[torch.Size] = set()
     with evaluation_mode(model), _weights_kept(model), _seeded(generator, device):
         with _keeping(metrics, "loader", lambda: metrics.n_data):
-            for batch in tqdm(loader, "evaluate", disable=not progress_bar):
+            for batch in tqdm(as_batches(loader), "evaluate", disable=not progress_bar):
                 X, y = unpack(batch, device, key_y)
                 shapes |= {X.shape[1:]} if isinstance(X, Tensor) else set()
                 metrics.update(*predict(X), y)

@@ -30,6 +30,8 @@ from laplace_debias.comparison import (
     ComparisonRow,
 )
 from laplace_debias.comparison_runs import evaluate_sets, laplace_run, vanilla_run
+from laplace_debias.crossfit_options import CrossfitOptions
+from laplace_debias.debiased import CROSSFIT
 from laplace_debias.factory import Laplace
 from laplace_debias.fingerprints import data_hash, model_hash, posterior_hash
 from laplace_debias.links import check_link
@@ -81,8 +83,8 @@ def compare(
         n_draws: Number of draws per budget.
         prior_precisions: Grid, in laplace-torch's units; by default the paper's,
             `laplace_debias.sweep.default_grid`.
-        methods: Which to run. Any other ``debias`` mode of `Laplace` (say ``"crossfit"``) runs on
-            all M data under that name.
+        methods: Which to run: ``"vanilla"``, ``"single"``, ``"debiased"``, ``"full"``, and
+            ``"crossfit"``, with M data behind backward passes.
         subset_of_weights: ``"all"`` or ``"last_layer"``.
         link_approx: ``"probit"``, ``"mc"`` (the paper's), ``"bridge"`` or ``"bridge_norm"``.
         n_samples: Number of samples for ``"mc"``.
@@ -102,7 +104,9 @@ def compare(
             call goes on where it was interrupted; budgets, draws, methods and reference may grow.
             Cells are made draw by draw, so that fewer draws are soon complete.
         progress_bar: Show a progress bar over cells.
-        **laplace_kwargs: Handed to `Laplace`.
+        **laplace_kwargs: Handed to `Laplace`; the options of
+            :class:`~laplace_debias.crossfit_options.CrossfitOptions`, such as
+            ``sampling="curvature"``, to ``"crossfit"`` only.
 
     Returns:
         The rows, for `plots.plot_comparison`; ``gap_ratio("nll")`` is the headline.
@@ -123,6 +127,12 @@ def compare(
     """
     check_link(link_approx)
     extra = dict(fits or {})
+    unknown = set(methods) - {VANILLA, SINGLE, DEBIASED, FULL, LARGE, CROSSFIT, *extra}
+    if unknown:
+        raise ValueError(
+            "Expected methods among 'vanilla', 'single', 'debiased', 'crossfit' and 'full', got "
+            f"{sorted(unknown)}. Remedy: correct the name, or give a method of your own in `fits`."
+        )
     N = _check(train_loader, budgets, n_draws, reference_size, n_shared)
     grid = list(map(float, default_grid(N) if prior_precisions is None else prior_precisions))
     sets = _named_sets(test_loader, ood_loader)
@@ -148,11 +158,15 @@ def compare(
         if method in extra:
             return extra[method](budget, draw)
         debias = {DEBIASED: True, FULL: SINGLE, LARGE: SINGLE}.get(method, method)
-        roles = 2 if method == DEBIASED else 1
-        first, *second = _draw_loaders(train_loader, N, budget, roles, seed, draw)
-        la = Laplace(
-            model, "classification", subset_of_weights, "kron", debias=debias, **laplace_kwargs
-        )
+        kwargs = {k: v for k, v in laplace_kwargs.items() if k not in CrossfitOptions.names()}
+        if method == CROSSFIT:  # draws for itself, from all data
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + draw + 1)
+            kwargs = {"n_curvature": budget, "generator": generator, **laplace_kwargs}
+            first, second = _shuffled(train_loader, generator), []
+        else:
+            roles = 2 if method == DEBIASED else 1
+            first, *second = _draw_loaders(train_loader, N, budget, roles, seed, draw)
+        la = Laplace(model, "classification", subset_of_weights, "kron", debias=debias, **kwargs)
         la.fit(first, curvature_loader=second[0] if second else None, n_data=N)
         return la
 
@@ -261,6 +275,17 @@ def _named_sets(
         return {"": test_loader}
     named = ood_loader if isinstance(ood_loader, Mapping) else {"ood": ood_loader}
     return {"": test_loader, **named}
+
+
+def _shuffled(train_loader: DataLoader, generator: torch.Generator) -> DataLoader:
+    """All training data in a random order."""
+    return DataLoader(
+        train_loader.dataset,
+        batch_size=train_loader.batch_size or len(train_loader.dataset),
+        shuffle=True,
+        generator=generator,
+        collate_fn=train_loader.collate_fn,
+    )
 
 
 def _draw_loaders(

@@ -191,6 +191,12 @@ class ComparisonResult:
         Returns:
             Ratios by budget; ``nan`` where the baseline has no gap.
         """
+        for name in (method, baseline):
+            if name not in self.methods:
+                raise ValueError(
+                    f"Expected a method of this comparison, {list(self.methods)}, got {name!r}. "
+                    "Remedy: correct the name, or run `compare` with it among `methods`."
+                )
         ratios = {}
         for budget in self.budgets(method):
             if budget in self.budgets(baseline):

@@ -160,15 +160,19 @@ class _Pool:
         """Pass a mini-batch; the first ``n_input`` data serve the input factors, in all folds."""
         K, seen = self.options.n_folds, sum(map(len, self.outputs))
         self.A = self.A or [[] for _ in range(K)]
-        sizes = even_parts(max(0, min(len(y), self.options.n_input - seen)), K)
-        parts = []
-        for k, X_part, _ in segments([(X, y)], [size for size in sizes if size], self.key):
-            if k < sum(size > 0 for size in sizes):
-                self.A[k].append(self.network.inputs(X_part))
-                parts.append(self.A[k][-1].outputs)
-            else:
-                parts.append(self.network.outputs(X_part))
-        f = torch.cat(parts)
+        stop = max(0, min(len(y), self.options.n_input - seen))
+        parts: list[tuple[slice, Tensor]] = []
+        for k in range(K):  # every K-th datum of the pool
+            rows = slice((k - seen) % K, stop, K)
+            if rows.start < stop:
+                self.A[k].append(self.network.inputs(take(X, rows, self.key)))
+                parts.append((rows, self.A[k][-1].outputs))
+        if stop < len(y):
+            rows = slice(stop, len(y))
+            parts.append((rows, self.network.outputs(take(X, rows, self.key))))
+        f = parts[0][1].new_empty(len(y), *parts[0][1].shape[1:])
+        for rows, part in parts:
+            f[rows] = part
         check_targets(y, f.shape, self.network.likelihood)
         self.outputs.append(f)
         self.loss = self.loss + loss_sum(f, y, self.network.likelihood)

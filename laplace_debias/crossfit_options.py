@@ -56,6 +56,12 @@ class CrossfitOptions:
                 f"Expected `sampling` to be one of {SAMPLINGS}, got {self.sampling!r}. Remedy: "
                 "'curvature' for classifiers, 'uniform' otherwise."
             )
+        for name in ("n_folds", "n_curvature", "n_input", "n_pool"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ValueError(
+                    f"Expected `{name}` to be a whole number, got {value!r}. Remedy: pass an int."
+                )
         if self.n_folds < 2:
             raise ValueError(
                 f"Expected `n_folds` of at least 2, got {self.n_folds}: each fold measures along "

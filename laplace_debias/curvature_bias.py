@@ -66,7 +66,8 @@ class CurvatureBias:
         )
         lines = [
             f"Curvature along the top and bottom {self.fraction:.0%} of each block's directions, "
-            "on the data that chose them (biased) and on other data (debiased)",
+            "on the data that chose them (biased) and on other data (debiased); below rounding, "
+            "ratios count as 1",
             head,
         ]
         for layer in self.layers:

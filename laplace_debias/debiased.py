@@ -11,12 +11,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from laplace.baselaplace import KronLaplace
 from laplace.utils import FeatureExtractor, Kron
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 from laplace_debias.backends import computing_model, factor_function
-from laplace_debias.batches import as_batches, role_batches, training_size, unpack
+from laplace_debias.batches import (
+    as_batches,
+    role_batches,
+    training_size,
+    unpack,
+    warn_if_sequential,
+)
 from laplace_debias.crossfit_fit import fit_crossfit
 from laplace_debias.crossfit_network import FitCost, Network
 from laplace_debias.crossfit_options import CrossfitOptions
@@ -62,6 +69,25 @@ def debias_mode(debias: bool | str) -> str:
     )
 
 
+def check_prior_precision(value: float | Tensor) -> None:
+    """Raise unless a prior precision is positive and finite.
+
+    Args:
+        value: One number or several.
+
+    Raises:
+        ValueError: If one is not.
+
+    Example:
+        >>> check_prior_precision(1.0)
+    """
+    given = torch.as_tensor(value).detach()
+    if not bool((torch.isfinite(given) & (given > 0)).all()):
+        raise ValueError(
+            f"Expected a positive, finite prior precision, got {value}. Remedy: pass e.g. 1.0."
+        )
+
+
 class DebiasedPosterior(Predicting, Tuning, StructuredGLM):
     """What both debiased classes share; comes before laplace-torch's class in the bases."""
 
@@ -85,8 +111,10 @@ class DebiasedPosterior(Predicting, Tuning, StructuredGLM):
         One loader: its first mini-batch gives the directions, its second the curvatures, and the
         rest is not read. Two loaders: all of ``train_loader`` gives the directions, all of
         ``curvature_loader`` the curvatures, of any two sizes. With ``debias="single"`` everything
-        in ``train_loader`` gives both; with ``debias="crossfit"`` the options given to the
-        constructor say what is read. The M data of each role stand for all N training data:
+        in ``train_loader`` gives both; hand over ``next(iter(train_loader))`` and ``n_data`` for
+        one mini-batch. With ``debias="crossfit"`` the first ``n_folds`` mini-batches are the
+        folds, unless the options given to the constructor say otherwise. The M data of each role
+        stand for all N training data:
 
         .. math:: H = U \,\mathrm{diag}(\mathrm{diag}(U^\top K_2 U))\, U^\top, \qquad
                   K_1 = U \Lambda U^\top,
@@ -158,6 +186,7 @@ class DebiasedPosterior(Predicting, Tuning, StructuredGLM):
                 "Expected `override=True` with debias='crossfit', whose folds are gone after a "
                 "fit; got False. Remedy: fit on all data at once, or use debias=True."
             )
+        warn_if_sequential(loader)
         if self._last_layer and self.model.last_layer is None:
             batches = iter(as_batches(loader))
             first = next(batches, None)
@@ -258,6 +287,21 @@ class DebiasedPosterior(Predicting, Tuning, StructuredGLM):
                 "Expected the factors to come from `fit` or `load_state_dict`, got an assignment. "
                 "Remedy: call one of these."
             )
+
+    def log_marginal_likelihood(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Log marginal likelihood of all N training data; see laplace-torch."""
+        self._check_H_init()
+        return super().log_marginal_likelihood(*args, **kwargs)
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """Prior precision, one number or one per parameter tensor."""
+        return KronLaplace.prior_precision.fget(self)
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | Tensor) -> None:
+        check_prior_precision(value)
+        KronLaplace.prior_precision.fset(self, value)
 
     @property
     def _likelihood(self) -> str:

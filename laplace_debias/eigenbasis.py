@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from laplace.baselaplace import KronLaplace
 from laplace.utils import FeatureExtractor
@@ -83,9 +84,9 @@ def prior_grid(
     """Bring one or many prior precisions to one form.
 
     Args:
-        prior_precisions: A number or 0-d tensor (one scalar prior precision), a 1-d tensor or
-            sequence of k numbers (k scalar ones), a ``[k, n_blocks]`` tensor (k layer-wise ones),
-            or a sequence that mixes numbers and layer-wise 1-d tensors.
+        prior_precisions: A number or 0-d tensor (one scalar prior precision), a 1-d tensor, array
+            or sequence of k numbers (k scalar ones), a ``[k, n_blocks]`` tensor (k layer-wise
+            ones), or a sequence that mixes numbers and layer-wise 1-d tensors.
         n_blocks: Number of blocks (parameter tensors) of the posterior.
         like: A tensor whose dtype and device the result takes.
 
@@ -100,6 +101,8 @@ def prior_grid(
         >>> grid.tolist(), many
         ([[1.0, 1.0], [2.0, 3.0]], True)
     """
+    if isinstance(prior_precisions, np.ndarray):
+        prior_precisions = torch.as_tensor(prior_precisions)
     if isinstance(prior_precisions, Tensor):
         rows = prior_precisions.detach()
         if rows.ndim > 2:

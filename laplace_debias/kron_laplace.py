@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from laplace_debias.backends import choose_backend, supported_types
 from laplace_debias.crossfit_options import CrossfitOptions
-from laplace_debias.debiased import CROSSFIT, DebiasedPosterior, debias_mode
+from laplace_debias.debiased import (
+    CROSSFIT,
+    DebiasedPosterior,
+    check_prior_precision,
+    debias_mode,
+)
 from laplace_debias.hook_backend import HookGGN, HookInterface
 from laplace_debias.layers import check_supported
 
@@ -49,6 +54,17 @@ def _prepared_arguments(
     # laplace-torch writes into this dictionary
     kwargs["backend_kwargs"] = dict(kwargs.get("backend_kwargs") or {})
     return mode, CrossfitOptions(**given) if mode == CROSSFIT else None
+
+
+def _check_scales(la: KronLaplace) -> None:
+    """Scales must be positive; laplace-torch takes any number."""
+    check_prior_precision(la._prior_precision)  # unchecked as long as the last layer is unknown
+    for name in ("sigma_noise", "temperature"):
+        value = float(getattr(la, name))
+        if not 0 < value < float("inf"):
+            raise ValueError(
+                f"Expected a positive, finite `{name}`, got {value}. Remedy: pass e.g. 1.0."
+            )
 
 
 class DebiasedKronLaplace(DebiasedPosterior, KronLaplace):
@@ -99,6 +115,7 @@ class DebiasedKronLaplace(DebiasedPosterior, KronLaplace):
         backend = choose_backend(kwargs.pop("backend", None), model)
         check_supported(model, supported_types(backend))
         super().__init__(model, likelihood, *args, backend=backend, **kwargs)
+        _check_scales(self)
 
     @property
     def parameter_names(self) -> list[str]:
@@ -155,6 +172,7 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):
         # convolutions in the features are no concern of the last layer's factors
         kwargs["backend"] = choose_backend(kwargs.get("backend"), nn.Identity())
         super().__init__(model, likelihood, *args, **kwargs)
+        _check_scales(self)
 
     @property
     def parameter_names(self) -> list[str]:

@@ -9,7 +9,7 @@ precisions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -148,6 +148,11 @@ class StructuredPredictor:
 
     def _inputs(self, x: Inputs) -> Inputs:
         """Bring a tensor to the model's device, out of inference mode."""
+        if not isinstance(x, (Tensor, MutableMapping)):
+            raise ValueError(
+                f"Expected inputs as a tensor or a mapping, got {type(x).__name__}. Remedy: "
+                "`torch.as_tensor(x)`."
+            )
         n = size_of(x, self.la.dict_key_x)
         if n == 0:
             raise ValueError("Expected at least one datum, got an empty batch. Skip empty batches.")

@@ -11,6 +11,7 @@ from laplace.baselaplace import KronLaplace
 from laplace.utils.enums import Likelihood
 from torch import Tensor
 
+from laplace_debias.batches import as_batches
 from laplace_debias.capture import Inputs
 from laplace_debias.eigenbasis import PriorPrecisions, check_fitted
 from laplace_debias.glm_predictions import Prediction, check_method, glm_predictions
@@ -168,7 +169,7 @@ def run_sweep(
 
 def batches(la: KronLaplace, loader: Iterable) -> Iterator[tuple[Inputs, Tensor]]:
     """Yield inputs and targets on the model's device, from tuples or mappings."""
-    for batch in loader:
+    for batch in as_batches(loader):
         if isinstance(batch, Mapping):
             x: Any = batch
             y = batch[la.dict_key_y]

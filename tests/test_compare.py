@@ -1,6 +1,7 @@
 """Comparisons: equal budgets, right scaling, the gap ratio by hand, resuming, and bad input."""
 
 import csv
+import importlib
 import io
 import json
 import math
@@ -10,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_debias import compare as compare_module
 from laplace_debias.calibration import evaluate
 from laplace_debias.cell_store import CellStore
 from laplace_debias.compare import compare
@@ -18,6 +18,9 @@ from laplace_debias.comparison import ComparisonResult, ComparisonRow
 from laplace_debias.factory import Laplace
 from laplace_debias.predictive import StructuredPredictor
 from laplace_debias.shared_predictive import SharedPredictor
+
+# the package exports the function under the name of the module
+compare_module = importlib.import_module("laplace_debias.compare")
 
 N = 40
 GRID = (0.4, 4.0, 40.0)
@@ -341,3 +344,22 @@ def test_result_says_what_is_missing():
     part = ComparisonResult(result.select("single"), 100, {})
     with pytest.raises(ValueError, match="reference"):
         part.gap_ratio("nll", "single")
+
+
+def test_crossfit_uses_its_budget_and_its_options():
+    """The options of ``"crossfit"`` reach it alone, and more data change its posterior."""
+    X = torch.randn(80, 2, generator=torch.Generator().manual_seed(0))
+    y = (X[:, 0] > 0).long()
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2))
+    train = DataLoader(TensorDataset(X, y), batch_size=16)
+    result = compare(
+        net, train, [(X, y)], budgets=(8, 32), n_draws=2, prior_precisions=[1.0],
+        methods=("single", "crossfit", "full"), sampling="curvature",
+    )  # fmt: skip
+    nll = {(r.method, r.budget, r.draw): r.metrics["nll"] for r in result.rows}
+    assert nll["crossfit", 8, 0] != nll["crossfit", 32, 0] != nll["crossfit", 32, 1]
+    assert set(result.gap_ratio("nll", method="crossfit")) == {8, 32}
+    with pytest.raises(ValueError, match="method of this comparison.*got 'debised'"):
+        result.gap_ratio("nll", method="debised")
+    with pytest.raises(ValueError, match="Expected methods among.*got .'singel'"):
+        compare(net, train, [(X, y)], budgets=(8,), methods=("singel",))

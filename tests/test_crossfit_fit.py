@@ -274,3 +274,29 @@ def test_bad_targets_are_refused_in_the_pool_too():
     y[25] = 9
     with pytest.raises(ValueError, match=r"indices in \[0, 3\]"):
         crossfitted(MLP, loader(X, y, 10), sampling="curvature", n_curvature=4, n_input=4)
+
+
+@pytest.mark.parametrize(("batch_size", "n_folds"), [(1, 2), (2, 4), (3, 5)])
+def test_mini_batches_smaller_than_the_number_of_folds(batch_size, n_folds):
+    X, y = MLP.data(60)
+    options = {"sampling": "curvature", "n_curvature": 20, "n_folds": n_folds}
+    for source in (loader(X, y, batch_size), stream(X, y, batch_size)):
+        la = crossfitted(MLP, source, n_data=60, **options)
+        assert torch.isfinite(la.log_marginal_likelihood())
+
+
+def test_outputs_of_the_pool_keep_their_order():
+    """Folds take every K-th datum; the loss needs outputs beside their own targets."""
+    X, y = MLP.data(60)
+    full = Laplace(MLP.model(), "classification", "all", "kron", debias="single")
+    full.fit((X, y), n_data=60)
+    la = crossfitted(
+        MLP, stream(X, y, 7), n_data=60, n_folds=3, sampling="curvature", n_curvature=9, n_input=30
+    )
+    torch.testing.assert_close(la.loss, full.loss)
+
+
+def test_sequential_sampler_warns():
+    la = Laplace(MLP.model(), "classification", "all", "kron", debias="crossfit")
+    with pytest.warns(UserWarning, match="SequentialSampler"):
+        la.fit(DataLoader(TensorDataset(*MLP.data(20)), batch_size=5))

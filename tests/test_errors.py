@@ -265,3 +265,50 @@ def test_overflow_of_half_precision_names_the_layer():
     X, y = MLP.data(20)
     with says("curvature of '.*' to fit into torch.float16"):
         la.fit((X.half(), y), curvature_loader=(X.half(), y), n_data=10**9)
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_scales_must_be_positive(subset):
+    for bad in (-1.0, 0.0, float("nan"), float("inf")):
+        with says("positive, finite prior precision"):
+            make(subset=subset, prior_precision=bad)
+        with says("positive, finite `temperature`"):
+            make(subset=subset, temperature=bad)
+    with says("positive, finite `sigma_noise`"):
+        make(MLP_REGRESSION, subset, sigma_noise=-1.0)
+    la = make(subset=subset)
+    la.fit(MLP.data(6), curvature_loader=MLP.data(6, 2), n_data=20)
+    with says("positive, finite prior precision"):
+        la.prior_precision = torch.tensor([-1.0])
+    assert la.prior_precision.item() == 1.0
+
+
+def test_things_that_are_no_tensors():
+    X, y = MLP.data(6)
+    with says("mini-batches of tensors, got ndarray"):
+        make().fit([(X.numpy(), y.numpy())] * 2, n_data=20)
+    la = make()
+    with says("loader of mini-batches, got the dataset TensorDataset"):
+        la.fit(TensorDataset(X, y))
+    la.fit((X, y), curvature_loader=MLP.data(6, 2), n_data=20)
+    with says("inputs as a tensor or a mapping, got ndarray"):
+        la(X.numpy())
+
+
+def test_marginal_likelihood_before_fitting():
+    with pytest.raises(AttributeError, match="Expected a fitted"):
+        make().log_marginal_likelihood()
+
+
+def test_models_that_return_no_tensor():
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 4)
+
+        def forward(self, x):
+            return self.layer(x), x
+
+    la = Laplace(Pair().double(), "classification", "all", "kron", debias=True)
+    with says("return a tensor of outputs, got tuple"):
+        la.fit(MLP.data(6), curvature_loader=MLP.data(6, 2), n_data=20)

@@ -99,6 +99,10 @@ class CurvatureBiasReport(SavedResult):
         log_size = float(x.mean()) + (math.log(self.tolerance) - float(y.mean())) / slope
         return min(math.ceil(math.exp(min(log_size, 60.0))), self.num_data)
 
+    def __str__(self) -> str:
+        """Return :meth:`table`."""
+        return self.table()
+
     def table(self) -> str:
         """Return a table with one row per batch size, and what to conclude from it."""
         k = self.same.shape[-1]
