@@ -12,25 +12,16 @@ from typing import Any
 
 import torch
 from laplace.baselaplace import KronLaplace
-from laplace.utils import FeatureExtractor, Kron
+from laplace.utils import Kron
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from laplace_debias.backends import computing_model, factor_function
-from laplace_debias.batches import (
-    as_batches,
-    role_batches,
-    training_size,
-    unpack,
-    warn_if_sequential,
-)
-from laplace_debias.crossfit_fit import fit_crossfit
-from laplace_debias.crossfit_network import FitCost, Network
-from laplace_debias.crossfit_options import CrossfitOptions
+from laplace_debias.backends import factor_function
+from laplace_debias.batches import role_batches, training_size, unpack
+from laplace_debias.crossfitting import CrossFitting
 from laplace_debias.curvature_bias import CurvatureBias, curvature_bias
 from laplace_debias.factors import rebuild
 from laplace_debias.fitting import Fitted, accumulate_roles, check_seen, fit_factors
-from laplace_debias.pool import is_map_style
 from laplace_debias.predicting import Predicting
 from laplace_debias.state import load_state, save_state
 from laplace_debias.structured_glm import StructuredGLM
@@ -88,14 +79,10 @@ def check_prior_precision(value: float | Tensor) -> None:
         )
 
 
-class DebiasedPosterior(Predicting, Tuning, StructuredGLM):
+class DebiasedPosterior(CrossFitting, Predicting, Tuning, StructuredGLM):
     """What both debiased classes share; comes before laplace-torch's class in the bases."""
 
     _fitted: Fitted | None = None
-    crossfit: CrossfitOptions | None = None
-    """What ``debias="crossfit"`` fits on."""
-    fit_cost: FitCost | None = None
-    """Passes through the network of the last ``debias="crossfit"`` fit."""
 
     def fit(
         self,
@@ -176,52 +163,6 @@ class DebiasedPosterior(Predicting, Tuning, StructuredGLM):
         if past is not None:
             loss, N = loss + self.loss, N + self.n_data
         self._finish(fitted, loss, N, next(iter(roles.values())).n_outputs)
-
-    def _fit_crossfit(
-        self, loader: Iterable[Any], N: int, override: bool, progress_bar: bool
-    ) -> None:
-        """Fit with folds; see :mod:`laplace_debias.crossfit_fit`."""
-        if not override:
-            raise ValueError(
-                "Expected `override=True` with debias='crossfit', whose folds are gone after a "
-                "fit; got False. Remedy: fit on all data at once, or use debias=True."
-            )
-        warn_if_sequential(loader)
-        if self._last_layer and self.model.last_layer is None:
-            batches = iter(as_batches(loader))
-            first = next(batches, None)
-            if first is not None:
-                self._prepare(first, override)
-            if not is_map_style(loader):
-                loader = itertools.chain([] if first is None else [first], batches)
-        engine = self._backend_cls(self.model, self._likelihood, **self._backend_kwargs)
-        with computing_model(self.model, self._last_layer) as (model, cast):
-            if self._last_layer:
-                model.last_layer.requires_grad_(True)
-            network = Network(
-                model.last_layer if self._last_layer else model,
-                (lambda X: _features(model, cast(X))) if self._last_layer else cast,
-                self._likelihood,
-                engine.fisher,
-                self.crossfit.generator,
-            )
-            result = fit_crossfit(
-                network,
-                loader,
-                self.crossfit,
-                N,
-                device=self._device,
-                dict_key_x=self.dict_key_x,
-                dict_key_y=self.dict_key_y,
-                progress_bar=progress_bar,
-            )
-        if result.n_seen > N:
-            raise ValueError(
-                f"Expected `n_data` of at least {result.n_seen}, the number of data seen, got {N}. "
-                "Remedy: pass the number of data in the whole training set as `n_data`."
-            )
-        self._finish(result.fitted, result.loss * N, N, result.n_outputs)
-        self.fit_cost = result.cost
 
     def _finish(self, fitted: Fitted, loss: Tensor, N: int, n_outputs: int) -> None:
         """Take over a fit whole, after everything that can raise."""
@@ -329,9 +270,3 @@ class DebiasedPosterior(Predicting, Tuning, StructuredGLM):
                     "eigenvalues beyond its range. Remedy: use bfloat16 or float32 for the model."
                 )
         self._fitted, self.H = fitted, H
-
-
-@torch.no_grad()
-def _features(model: FeatureExtractor, X: Any) -> Tensor:
-    """Inputs of the last layer, ``[n, d]``."""
-    return model.forward_with_features(X)[1]
