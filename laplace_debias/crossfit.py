@@ -65,18 +65,51 @@ def crossfit_factor(
         >>> lam
         tensor([1., 4.], dtype=torch.float64)
     """
+    Q, _, lam = crossfit_spectrum(means, sizes, monotone=monotone, null_tol=null_tol, name=name)
+    return lam, Q
+
+
+def crossfit_spectrum(
+    means: Sequence[Tensor],
+    sizes: Sequence[float],
+    *,
+    monotone: bool = True,
+    null_tol: float | None = None,
+    name: str = "factor",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with the pooled factor's own eigenvalues, for a look at their bias.
+
+    Args:
+        means: See :func:`crossfit_factor`.
+        sizes: See :func:`crossfit_factor`.
+        monotone: See :func:`crossfit_factor`.
+        null_tol: See :func:`crossfit_factor`.
+        name: See :func:`crossfit_factor`.
+
+    Returns:
+        Eigenvectors Q, `[d, d]`, the pooled factor's eigenvalues and the cross-fitted ones, `[d]`,
+        all in float64.
+
+    Raises:
+        ValueError: As :func:`crossfit_factor`.
+
+    Example:
+        >>> folds = [torch.diag(torch.tensor([1.0, 3.0])), torch.diag(torch.tensor([1.0, 5.0]))]
+        >>> crossfit_spectrum(folds, [8, 8])[1]
+        tensor([1., 4.], dtype=torch.float64)
+    """
     _check_folds(means, sizes, name)
     tol = null_tolerance(means[0]) if null_tol is None else null_tol
     folds = [M.double() for M in means]
     total = float(sum(sizes))
     summed = sum(size * M for size, M in zip(sizes, folds, strict=True))
-    _, Q = eigh_float64(summed / total, name)
+    pooled, Q = eigh_float64(summed / total, name)
     lam = torch.zeros(len(Q), dtype=torch.float64, device=Q.device)
     for size, held_out in zip(sizes, folds, strict=True):
         others = (summed - size * held_out) / (total - size)
         mu, Q_others = eigh_float64(others, name)
         lam += size / total * curvatures_along(held_out, Q_others, mu, null_tol=tol)
-    return (isotonic(lam) if monotone else lam), Q
+    return Q, pooled.clamp(min=0), isotonic(lam) if monotone else lam
 
 
 def curvatures_along(M: Tensor, Q: Tensor, mu: Tensor, *, null_tol: float) -> Tensor:

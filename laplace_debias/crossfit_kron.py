@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from laplace_debias.crossfit import crossfit_factor
+from laplace_debias.crossfit import crossfit_spectrum
 from laplace_debias.factors import eigh_float64
 from laplace_debias.fitting import Fitted
 from laplace_debias.kfac import InputFactors, KFACFactors
@@ -70,23 +70,16 @@ def crossfit_kron(
             parts = [(vectors, exact, exact)]
         else:
             B = [n_data / fold.n_data * fold.blocks[i][0] for fold in outputs]
-            parts = [_crossfit(B, sizes, f"B of {name}")]
+            parts = [crossfit_spectrum(B, sizes, name=f"B of {name}")]
         if inputs is not None and inputs[0].A[i] is not None:
             A_sizes = [fold.n_data for fold in inputs]
-            parts.append(_crossfit([fold.A[i] for fold in inputs], A_sizes, f"A of {name}"))
+            A = [fold.A[i] for fold in inputs]
+            parts.append(crossfit_spectrum(A, A_sizes, name=f"A of {name}"))
         elif inputs is None and len(outputs[0].blocks[i]) == 2:
-            parts.append(_crossfit([fold.blocks[i][1] for fold in outputs], sizes, f"A of {name}"))
+            A = [fold.blocks[i][1] for fold in outputs]
+            parts.append(crossfit_spectrum(A, sizes, name=f"A of {name}"))
         dtype = outputs[0].blocks[i][0].dtype
         Q.append([part[0].to(dtype) for part in parts])
         lam.append([part[1] for part in parts])
         lam_tilde.append([part[2] for part in parts])
     return Fitted(Q, lam, lam_tilde, curvatures=[])
-
-
-def _crossfit(
-    means: Sequence[Tensor], sizes: Sequence[int], name: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Basis, eigenvalues of the pooled factor, and cross-fitted ones."""
-    lam_tilde, Q = crossfit_factor(means, sizes, name=name)
-    pooled = sum(size * M.double() for size, M in zip(sizes, means, strict=True)) / sum(sizes)
-    return Q, (Q * (pooled @ Q)).sum(0).clamp(min=0), lam_tilde
