@@ -133,7 +133,9 @@ def _set_values(
     if metric.n_data + (metric.n_ood if prefix else 0) == 0:
         name = f"the OOD loader '{prefix}'" if prefix else "`test_loader`"
         expected = "datum" if prefix else "labelled datum"
-        raise ValueError(f"Expected at least one {expected} in {name}, got none.")
+        raise ValueError(
+            f"Expected at least one {expected} in {name}, got none. Remedy: check its dataset."
+        )
     values: dict[str, float] = {}
     if metric.n_data:
         report = metric.compute()

@@ -21,7 +21,7 @@ from laplace_debias.batches import role_batches, training_size, unpack
 from laplace_debias.crossfitting import CrossFitting
 from laplace_debias.curvature_bias import CurvatureBias, curvature_bias
 from laplace_debias.factors import rebuild
-from laplace_debias.fitting import Fitted, accumulate_roles, check_seen, fit_factors
+from laplace_debias.fitting import Fitted, accumulate_roles, check_seen, fit_factors, scaled_loss
 from laplace_debias.predicting import Predicting
 from laplace_debias.state import load_state, save_state
 from laplace_debias.structured_glm import StructuredGLM
@@ -158,8 +158,7 @@ class DebiasedPosterior(CrossFitting, Predicting, Tuning, StructuredGLM):
             )
         check_seen(N, roles, disjoint=curvature_loader is None)
         fitted = fit_factors(roles, N, self.parameter_names, past)
-        seen = sum(role.n for role in roles.values())
-        loss = sum(role.loss for role in roles.values()) * (N / seen)
+        loss = scaled_loss(roles, N)
         if past is not None:
             loss, N = loss + self.loss, N + self.n_data
         self._finish(fitted, loss, N, next(iter(roles.values())).n_outputs)

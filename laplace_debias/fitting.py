@@ -22,7 +22,7 @@ from laplace_debias.factors import (
     rescale,
 )
 
-__all__ = ["Fitted", "accumulate_roles", "check_seen", "fit_factors"]
+__all__ = ["Fitted", "accumulate_roles", "check_seen", "fit_factors", "scaled_loss"]
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,25 @@ def check_seen(N: int, roles: dict[str, DataFactors], disjoint: bool) -> None:
             f"Expected `n_data` of at least {seen}, the number of data seen ({counts}), got {N}. "
             "Remedy: pass the number of data in the whole training set as `n_data`."
         )
+
+
+def scaled_loss(roles: dict[str, DataFactors], N: int) -> Tensor:
+    """Loss of all N training data, from the data seen in any role.
+
+    Args:
+        roles: Totals per role.
+        N: Number of training data.
+
+    Returns:
+        ``N (loss_1 + loss_2) / (M_1 + M_2)``.
+
+    Example:
+        >>> import torch
+        >>> float(scaled_loss({"directions": DataFactors([], 2, torch.tensor(3.0), 1)}, 10))
+        15.0
+    """
+    seen = sum(role.n for role in roles.values())
+    return sum(role.loss for role in roles.values()) * (N / seen)
 
 
 def fit_factors(

@@ -11,7 +11,7 @@ import math
 from laplace_debias.batches import CURVATURES, DIRECTIONS
 from laplace_debias.debiased import SINGLE, TWO_BATCH
 from laplace_debias.factors import DataFactors
-from laplace_debias.fitting import check_seen, fit_factors
+from laplace_debias.fitting import check_seen, fit_factors, scaled_loss
 from laplace_debias.kron_laplace import DebiasedKronLaplace
 
 __all__ = ["fit_from_factors"]
@@ -70,9 +70,7 @@ def fit_from_factors(
             )
     check_seen(n_data, roles, disjoint=False)
     fitted = fit_factors(roles, n_data, la.parameter_names)
-    seen = sum(role.n for role in roles.values())
-    loss = sum(role.loss for role in roles.values()) * (n_data / seen)
-    la._finish(fitted, loss, n_data, directions.n_outputs)
+    la._finish(fitted, scaled_loss(roles, n_data), n_data, directions.n_outputs)
 
 
 def _sizes(shape: list[int]) -> list[int]:

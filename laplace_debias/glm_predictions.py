@@ -17,7 +17,9 @@ Prediction = tuple[Tensor, ...]
 def check_method(method: str) -> None:
     """Raise a ``ValueError`` for an unknown method."""
     if method not in METHODS:
-        raise ValueError(f"Expected method to be one of {METHODS}, got {method!r}.")
+        raise ValueError(
+            f"Expected method to be one of {METHODS}, got {method!r}. Remedy: pass one of them."
+        )
 
 
 def glm_predictions(

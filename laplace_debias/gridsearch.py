@@ -99,7 +99,9 @@ def gridsearch_prior_precision(
             "Expected a validation loader for the grid search, got None. Pass val_loader=..."
         )
     if pred_type not in (PredType.GLM, PredType.NN):
-        raise ValueError(f"Expected pred_type 'glm' or 'nn', got {pred_type!r}.")
+        raise ValueError(
+            f"Expected pred_type 'glm' or 'nn', got {pred_type!r}. Remedy: pass one of them."
+        )
     if loss is not None and not callable(loss):
         raise ValueError(
             f"Expected loss to be a torchmetrics.Metric or a function, got {type(loss).__name__}."
@@ -167,5 +169,8 @@ def _run_networks(
                 update(i, out if isinstance(out, tuple) else (out,), y)
                 n_data += len(y)
     if n_data == 0:
-        raise ValueError("Expected a loader with at least one datum, got an empty one.")
+        raise ValueError(
+            "Expected a loader with at least one datum, got an empty one. "
+            "Remedy: check its dataset."
+        )
     return n_data

@@ -90,7 +90,9 @@ class WeightSampler:
             ValueError: If ``n_samples`` is not positive.
         """
         if n_samples < 1:
-            raise ValueError(f"Expected n_samples of at least 1, got {n_samples}.")
+            raise ValueError(
+                f"Expected n_samples of at least 1, got {n_samples}. Remedy: pass e.g. 100."
+            )
         with torch.set_grad_enabled(self.keep_graph):
             if is_last_layer(self.la):
                 f, phi = self.la.model.forward_with_features(x)

@@ -28,7 +28,10 @@ LINKS = ("probit", "mc", "bridge", "bridge_norm")
 def check_link(link_approx: str) -> None:
     """Raise a ``ValueError`` for an unknown link approximation."""
     if link_approx not in LINKS:
-        raise ValueError(f"Expected link_approx to be one of {LINKS}, got {link_approx!r}.")
+        raise ValueError(
+            f"Expected link_approx to be one of {LINKS}, got {link_approx!r}. "
+            "Remedy: pass one of them."
+        )
 
 
 def needs_diagonal_only(link_approx: str, diagonal_output: bool = False) -> bool:

@@ -71,7 +71,10 @@ def plot_comparison(
     """
     axes = _subplots(len(metrics)) if axes is None else np.asarray(axes).ravel()
     if len(axes) != len(metrics):
-        raise ValueError(f"Expected {len(metrics)} axes, one per metric, got {len(axes)}.")
+        raise ValueError(
+            f"Expected {len(metrics)} axes, one per metric, got {len(axes)}. "
+            "Remedy: pass as many axes as metrics, or none."
+        )
     for ax, metric in zip(axes, metrics, strict=True):
         _comparison_panel(ax, result, metric)
     handles, labels = axes[0].get_legend_handles_labels()
@@ -176,7 +179,9 @@ def plot_runtimes(
         'seconds'
     """
     if not runtimes:
-        raise ValueError("Expected runtimes of at least one method, got none.")
+        raise ValueError(
+            "Expected runtimes of at least one method, got none. Remedy: time at least one method."
+        )
     if ax is None:
         ax = plt.subplots(figsize=(1.5 + 1.9 * len(runtimes), 3.2), layout="constrained")[1]
     by_length = sorted(runtimes.values(), key=len, reverse=True)  # the most complete sets the order

@@ -291,7 +291,9 @@ def linearized_predictive(
         (torch.Size([5, 2]), torch.Size([3, 5, 2, 2]))
     """
     if method not in METHODS:
-        raise ValueError(f"Expected method to be one of {METHODS}, got {method!r}.")
+        raise ValueError(
+            f"Expected method to be one of {METHODS}, got {method!r}. Remedy: pass one of them."
+        )
     if joint and (diagonal_output or method == "samples"):
         raise ValueError(
             "Expected joint=True alone, got it with diagonal_output=True or method='samples'. "

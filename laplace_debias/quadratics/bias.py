@@ -96,7 +96,7 @@ class DirectionalBias(SavedResult):
     def _values(self, kind: str) -> Tensor:
         """Return the measured values by name."""
         if kind not in KINDS:
-            raise ValueError(f"Expected kind in {KINDS}, got {kind!r}.")
+            raise ValueError(f"Expected kind in {KINDS}, got {kind!r}. Remedy: pass one of them.")
         return getattr(self, kind)
 
 
@@ -124,7 +124,9 @@ def choose_directions(
     if directions == "cg":
         solution = cg(quadratic, max_iter=k, rtol=0.0)
         return solution.directions, solution.magnitudes
-    raise ValueError(f"Expected directions in {DIRECTIONS}, got {directions!r}.")
+    raise ValueError(
+        f"Expected directions in {DIRECTIONS}, got {directions!r}. Remedy: pass one of them."
+    )
 
 
 def directional_bias(
@@ -173,7 +175,10 @@ def directional_bias(
             "full-batch values only for equal sizes: use partition(data, batch_size)."
         )
     if not chosen or not all(0 <= s < len(batches) for s in chosen):
-        raise ValueError(f"Expected chosen in 0..{len(batches) - 1}, got {tuple(chosen)}.")
+        raise ValueError(
+            f"Expected chosen in 0..{len(batches) - 1}, got {tuple(chosen)}. "
+            "Remedy: number the mini-batches from 0."
+        )
     settings = {"directions": directions, "k": k, **quadratic_options}
     study = Study(path, "" if path is None else fingerprint([model], batches, settings))
     slopes, curvatures = [], []

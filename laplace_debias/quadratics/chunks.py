@@ -75,7 +75,10 @@ class Chunks:
                 f"{type(data).__name__}. Pass a pair (X, y), a list of pairs or a DataLoader."
             )
         if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"Expected chunk_size >= 1, got {chunk_size}.")
+            raise ValueError(
+                f"Expected chunk_size >= 1, got {chunk_size}. "
+                "Remedy: leave it out, or pass e.g. 256."
+            )
         self._data = data
         self._chunk_size = chunk_size
         self.num_data = 0

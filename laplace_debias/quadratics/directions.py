@@ -114,11 +114,17 @@ def top_eigenvectors(
     """
     P = H.shape[0]
     if tuple(H.shape) != (P, P):
-        raise ValueError(f"Expected a square operator, got shape {tuple(H.shape)}.")
+        raise ValueError(
+            f"Expected a square operator, got shape {tuple(H.shape)}. "
+            "Remedy: pass a symmetric operator [P, P]."
+        )
     if not 1 <= k <= P:
-        raise ValueError(f"Expected 1 <= k <= {P} (the number of parameters), got k={k}.")
+        raise ValueError(
+            f"Expected 1 <= k <= {P} (the number of parameters), got k={k}. "
+            "Remedy: ask for fewer eigenvectors."
+        )
     if block_size < 1:
-        raise ValueError(f"Expected block_size >= 1, got {block_size}.")
+        raise ValueError(f"Expected block_size >= 1, got {block_size}. Remedy: leave it out.")
     tol = torch.finfo(H.dtype).eps ** (2 / 3) if tol is None else tol
     max_products = 40 * k + 400 if max_products is None else max_products
     if generator is None:

@@ -104,7 +104,9 @@ def overlap_study(
         True
     """
     if not batches:
-        raise ValueError("Expected at least one mini-batch, got none.")
+        raise ValueError(
+            "Expected at least one mini-batch, got none. Remedy: use partition(data, batch_size)."
+        )
     settings = {"k": k, **quadratic_options}
     study = Study(path, "" if path is None else fingerprint([model], batches, settings))
     part = "overlaps"

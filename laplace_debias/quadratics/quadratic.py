@@ -82,12 +82,16 @@ class Quadratic:
     ):
         """Check the input and keep references; see the class."""
         if curvature not in CURVATURES:
-            raise ValueError(f"Expected curvature in {CURVATURES}, got {curvature!r}.")
+            raise ValueError(
+                f"Expected curvature in {CURVATURES}, got {curvature!r}. Remedy: pass one of them."
+            )
         _check_loss(loss)
         if not 0 <= l2 < float("inf"):
-            raise ValueError(f"Expected a finite l2 >= 0, got {l2}.")
+            raise ValueError(
+                f"Expected a finite l2 >= 0, got {l2}. Remedy: pass 0 for no regulariser."
+            )
         if max_columns < 1:
-            raise ValueError(f"Expected max_columns >= 1, got {max_columns}.")
+            raise ValueError(f"Expected max_columns >= 1, got {max_columns}. Remedy: leave it out.")
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         if not names:
             raise ValueError(
@@ -255,7 +259,10 @@ class Quadratic:
         """Check directions, and normalise them where they are not, saying so."""
         self._check_vectors(D)
         if D.ndim != 2:
-            raise ValueError(f"Expected directions [P, K], got shape {tuple(D.shape)}.")
+            raise ValueError(
+                f"Expected directions [P, K], got shape {tuple(D.shape)}. "
+                "Remedy: put directions into columns."
+            )
         D, changed = normalize_directions(D)
         if changed:
             warnings.warn(

@@ -54,13 +54,17 @@ class CurvatureBiasReport(SavedResult):
             top: How many of the k directions count; ``None``: all.
         """
         if estimate not in ("same", "other"):
-            raise ValueError(f"Expected estimate 'same' or 'other', got {estimate!r}.")
+            raise ValueError(
+                f"Expected estimate 'same' or 'other', got {estimate!r}. Remedy: pass one of them."
+            )
         return getattr(self, estimate)[..., :top].sum((1, 2)) / self.full[..., :top].sum((1, 2))
 
     def relative_error(self, estimate: str = "same") -> Tensor:
         """Return the median of ``|estimate - full| / |full|``, shape ``[S]``."""
         if estimate not in ("same", "other"):
-            raise ValueError(f"Expected estimate 'same' or 'other', got {estimate!r}.")
+            raise ValueError(
+                f"Expected estimate 'same' or 'other', got {estimate!r}. Remedy: pass one of them."
+            )
         errors = (getattr(self, estimate) - self.full).abs() / self.full.abs()
         return errors.flatten(1).median(1).values
 
@@ -200,7 +204,10 @@ def curvature_bias_report(
             f"mini-batch is disjoint), got {tuple(batch_sizes)}."
         )
     if draws < 1 or not tolerance > 0:
-        raise ValueError(f"Expected draws >= 1 and tolerance > 0, got {draws} and {tolerance}.")
+        raise ValueError(
+            f"Expected draws >= 1 and tolerance > 0, got {draws} and {tolerance}. "
+            "Remedy: pass e.g. draws=5, tolerance=0.2."
+        )
     options = {"chunk_size": 512, **quadratic_options}
     settings = {"k": k, "seed": seed, **options}
     study = Study(path, "" if path is None else fingerprint([model], [(X, y)], settings))

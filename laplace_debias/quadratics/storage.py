@@ -91,7 +91,7 @@ def write_arrays(path: str | Path, arrays: Mapping[str, Tensor], meta: dict[str,
     """
     path = Path(path)
     if path.suffix != ".npz":
-        raise ValueError(f"Expected a path that ends in .npz, got {path}.")
+        raise ValueError(f"Expected a path that ends in .npz, got {path}. Remedy: rename it.")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.npz")
     content = {key: value.detach().cpu().numpy() for key, value in arrays.items()}
@@ -107,7 +107,10 @@ def read_arrays(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read what :func:`write_arrays` has written."""
     with np.load(path, allow_pickle=False) as file:
         if _META not in file:
-            raise ValueError(f"Expected a file written by this library, got {path}.")
+            raise ValueError(
+                f"Expected a file written by this library, got {path}. "
+                "Remedy: choose another path, or remove the file."
+            )
         arrays = {key: torch.from_numpy(file[key]) for key in file.files if key != _META}
         return arrays, json.loads(str(file[_META]))
 

@@ -128,7 +128,9 @@ class BiasSeries(SavedResult):
     def errors(self, kind: str = "curvatures") -> Tensor:
         """Return the relative errors of ``"slopes"`` or ``"curvatures"``, ``[S, draws, K]``."""
         if kind not in ("slopes", "curvatures"):
-            raise ValueError(f"Expected kind 'slopes' or 'curvatures', got {kind!r}.")
+            raise ValueError(
+                f"Expected kind 'slopes' or 'curvatures', got {kind!r}. Remedy: pass one of them."
+            )
         return self.slope_errors if kind == "slopes" else self.curvature_errors
 
 
@@ -309,7 +311,7 @@ def _series(
 ) -> BiasSeries:
     """Measure every model, or take it from the file."""
     if not models:
-        raise ValueError("Expected at least one model or checkpoint, got none.")
+        raise ValueError("Expected at least one model or checkpoint, got none. Remedy: pass some.")
     data = gather(data)
     study = Study(path, "" if path is None else fingerprint(models.values(), [data], options))
     for label, model in tqdm(models.items(), disable=not progress_bar, desc=name):
