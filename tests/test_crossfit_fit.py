@@ -300,3 +300,29 @@ def test_sequential_sampler_warns():
     la = Laplace(MLP.model(), "classification", "all", "kron", debias="crossfit")
     with pytest.warns(UserWarning, match="SequentialSampler"):
         la.fit(DataLoader(TensorDataset(*MLP.data(20)), batch_size=5))
+
+
+@pytest.mark.parametrize("form", ["map", "stream"])
+def test_weighted_draws_are_unbiased(form):
+    """Traces of the hidden layer's B over many draws, where few data carry most curvature.
+
+    Cross-fitting keeps traces, so they are those of the drawn, weighted data, scaled to N.
+    """
+    X, y = MLP.data(60)
+    model = MLP.model()
+    with torch.no_grad():
+        model[2].weight.mul_(12.0)  # a sure network: most outputs' Hessians vanish
+    full = Laplace(model, "classification", "all", "kron", debias="single")
+    full.fit((X, y), n_data=600)
+    truth = full.H.eigenvalues[1][0].sum()
+    traces = []
+    for seed in range(80):
+        la = Laplace(
+            model, "classification", "all", "kron", debias="crossfit", sampling="curvature",
+            n_curvature=56, n_pool=60, generator=torch.Generator().manual_seed(seed),
+        )  # fmt: skip
+        la.fit(loader(X, y, 20) if form == "map" else stream(X, y, 20), n_data=600)
+        traces.append(la.H.eigenvalues[1][0].sum() / truth)
+    traces = torch.stack(traces)
+    error = traces.std() / len(traces) ** 0.5
+    assert error < 0.03 and abs(traces.mean() - 1) < 4 * error, (traces.mean(), error)
