@@ -311,7 +311,7 @@ def test_weighted_draws_are_unbiased(form):
     X, y = MLP.data(60)
     model = MLP.model()
     with torch.no_grad():
-        model[2].weight.mul_(12.0)  # a sure network: most outputs' Hessians vanish
+        model[2].weight.mul_(60.0)  # a sure network: most outputs' Hessians vanish
     full = Laplace(model, "classification", "all", "kron", debias="single")
     full.fit((X, y), n_data=600)
     truth = full.H.eigenvalues[1][0].sum()
