@@ -60,6 +60,7 @@ def compare(
     fits: Mapping[str, Fit] | None = None,
     settings: Mapping[str, Any] | None = None,
     n_shared: int = 1,
+    draws: Iterable[int] | None = None,
     seed: int = 0,
     n_bins: int = 15,
     folder: str | Path | None = None,
@@ -98,6 +99,8 @@ def compare(
             not mixed with others.
         n_shared: Number of posteriors that share each pass over the evaluation data: less time
             for more memory, and more to repeat after an interruption.
+        draws: Make these of the ``n_draws`` draws only, for instance one half in each of two
+            processes that share a folder; a last call without it then collects all of them.
         seed: Decides the draws and the random numbers of ``"mc"``.
         n_bins: Number of bins of the ECE.
         folder: Keeps each finished cell (method, budget, draw) as a small file there. The same
@@ -134,6 +137,7 @@ def compare(
             f"{sorted(unknown)}. Remedy: correct the name, or give a method of your own in `fits`."
         )
     N = _check(train_loader, budgets, n_draws, reference_size, n_shared)
+    wanted = list(range(n_draws)) if draws is None else _checked_draws(draws, n_draws)
     grid = list(map(float, default_grid(N) if prior_precisions is None else prior_precisions))
     sets = _named_sets(test_loader, ood_loader)
     config = {
@@ -191,7 +195,7 @@ def compare(
             key += "" if reference is None else f"-{posterior_hash(reference)}"
             cells[key] = _Cell(name, size, -1)
         else:
-            for budget, draw in itertools.product(budgets, range(n_draws)):
+            for budget, draw in itertools.product(budgets, wanted):
                 cells[f"{method}-{budget}-{draw}"] = _Cell(method, budget, draw)
     with (
         torch.random.fork_rng(devices=[]),  # reading a DataLoader draws from the global state
@@ -265,6 +269,17 @@ def _check(
         if value < 1:
             raise ValueError(f"Expected {name} >= 1, got {value}. Remedy: {remedy}.")
     return N
+
+
+def _checked_draws(draws: Iterable[int], n_draws: int) -> list[int]:
+    """Return the wanted draws; raise if one of them does not exist."""
+    wanted = list(draws)
+    if not wanted or not set(wanted) <= set(range(n_draws)):
+        raise ValueError(
+            f"Expected draws among 0 to {n_draws - 1}, got {wanted}. Remedy: correct the numbers, "
+            "or raise n_draws."
+        )
+    return wanted
 
 
 def _named_sets(

@@ -24,15 +24,16 @@ Shapes: A ``[n, R, d_in]``, G ``[n, C, d_out, R]``, weights w ``[D, k]`` for k p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Numbers per array in the innermost loop: 6 MB in float32, so that the rotated Jacobians of a few
-# data stay in cache between the product that makes them and the one that consumes them.
+# Numbers per array: 6 MB in float32 for what a chunk of data shares, less for the tiles of rotated
+# Jacobians, which stay in cache between the product that makes them and the one that consumes them.
 CHUNK_NUMEL = 1_500_000
+TILE_NUMEL = 700_000
 
 
 def patches(x: Tensor, conv: nn.Conv2d) -> Tensor:
@@ -71,55 +72,107 @@ def patch_order(Q_A: Tensor, conv: nn.Conv2d) -> Tensor:
     return Q_A.unflatten(0, (-1, *conv.kernel_size)).permute(1, 2, 0, 3).reshape(Q_A.shape)
 
 
-def data_chunks(n: int, numel_per_datum: int) -> list[slice]:
+def data_chunks(n: int, numel_per_datum: int, at_least: int = 1) -> list[slice]:
     """Cut n data into slices whose arrays hold about ``CHUNK_NUMEL`` numbers."""
-    size = max(1, min(n, CHUNK_NUMEL // max(1, numel_per_datum)))
+    size = max(at_least, min(n, CHUNK_NUMEL // max(1, numel_per_datum)))
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
-def weight_jacobians(
-    inputs: Callable[[slice], Tensor], G: Tensor, Q_B: Tensor, Q_A: Tensor, whole: bool = False
-) -> Iterator[Tensor]:
-    r"""Yield :math:`\tilde J_c = Q_B^\top (\sum_r g_{cr} a_r^\top) Q_A`, a few data at a time.
+def rotation_order(
+    C: int, R: int, d_out: int, d_in: int, groups: int = 1, n_bases: int = 1
+) -> tuple[bool, bool]:
+    r"""Say whether to rotate inputs, and output gradients, before the sum over positions.
 
-    Each factor is rotated before or after the sum over positions, whichever is cheaper: before
-    costs ``R d_in^2`` and ``C R d_out^2``, after costs ``C d_out d_in^2`` and ``C d_out^2 d_in``.
-    With several groups, output row o sees the inputs of its own group only.
+    Per datum and basis, rotating before costs ``R d_in^2`` (inputs) and ``C R d_out^2``
+    (gradients), after the sum ``C d_out d_in^2`` and ``C d_out^2 d_in``. The sum itself costs
+    ``C R d_out d_in``; if both sides are rotated after it, all bases share it. With several groups,
+    output row o sees the inputs of its own group only, so gradients are rotated after.
+
+    Returns:
+        Whether inputs are rotated before, and whether gradients are.
+
+    Example:
+        >>> rotation_order(C=10, R=1024, d_out=96, d_in=864, n_bases=6)
+        (False, False)
+        >>> rotation_order(C=10, R=256, d_out=192, d_in=1728, n_bases=6)
+        (True, True)
+    """
+
+    def cost(A_first: bool, B_first: bool) -> float:
+        inputs = R * groups if A_first else C * d_out
+        outputs = C * d_out * d_out * (R if B_first else d_in)
+        shared = 1 if A_first or B_first else n_bases
+        return inputs * d_in * d_in + outputs + C * R * d_out * d_in / shared
+
+    ways = [(a, b) for a in (True, False) for b in (True, False) if groups == 1 or not b]
+    return min(ways, key=lambda way: cost(*way))
+
+
+def _sum_over_positions(g: Tensor, A: Tensor) -> Tensor:
+    """Return ``[m, C, d_out, d_in]`` from ``g [m, C, d_out, R]`` and ``A [m, R, groups, d_in]``."""
+    C, d_out = g.shape[1:3]
+    if A.shape[2] == 1:
+        return (g.flatten(1, 2) @ A.squeeze(2)).unflatten(1, (C, d_out))
+    g = g.unflatten(2, (A.shape[2], -1)).transpose(1, 2).flatten(2, 3)
+    J = g @ A.transpose(1, 2)  # [m, groups, C * d_out / groups, d_in]
+    return J.unflatten(2, (C, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def weight_moments(
+    inputs: Callable[[slice], Tensor],
+    G: Tensor,
+    bases: Sequence[tuple[Tensor, Tensor]],
+    inverses: Sequence[Callable[[slice], Iterable[Tensor]]],
+    mode: str,
+) -> list[Tensor]:
+    r"""Contract :math:`\tilde J_c = Q_B^\top (\sum_r g_{cr} a_r^\top) Q_A` for several posteriors.
+
+    The work is cut into tiles of a few data and a few output directions, so that a tile of
+    :math:`\tilde J` is made, squared and consumed in cache. Inputs are extracted once for all
+    posteriors, and so is the sum over positions where :func:`rotation_order` says so.
 
     Args:
         inputs: Gives the layer inputs ``[m, R, groups, d_in]`` of a slice of the data.
         G: Output gradients ``[n, C, d_out, R]``.
-        Q_B: Eigenvectors of the output factor ``[d_out, d_out]``.
-        Q_A: Eigenvectors of the input factor ``[d_in, d_in]``.
-        whole: Yield all the data at once.
+        bases: Eigenvectors ``(Q_B [d_out, d_out], Q_A [d_in, d_in])`` of each posterior.
+        inverses: Of each posterior: gives the posterior variances ``[rows * d_in, k]`` of a slice
+            of output directions, for consecutive prior precisions.
+        mode: A key of ``CONTRACTIONS``.
 
-    Yields:
-        ``[m, C, d_out * d_in]`` for the next m data, an array that the caller may overwrite.
+    Returns:
+        Per posterior ``[n, C, k]``, ``[n, C, C, k]`` or ``[n * C, n * C, k]``.
     """
     n, C, d_out, R = G.shape
-    d_in = len(Q_A)
+    d_in = len(bases[0][1])
     numel = max(C * d_out * d_in, R * d_in)
-    for s in [slice(0, n)] if whole else data_chunks(n, numel):
+    few = max(1, min(n, 4, 10 * CHUNK_NUMEL // numel))  # data that share a read of the variances
+    slices = [slice(0, n)] if mode == "joint" else data_chunks(n, numel, at_least=few)
+    parts: list[list[Tensor]] = [[] for _ in bases]
+    for s in slices:
         A, g = inputs(s), G[s]
-        groups = A.shape[2]
-        B_first = groups == 1 and R <= d_in
-        A_first = R * groups <= C * d_out
-        if B_first:
-            g = Q_B.T @ g
-        if A_first:
-            A = A @ Q_A
-        if groups == 1:
-            J = g.reshape(-1, C * d_out, R) @ A.squeeze(2)
-            J = J.view(-1, C, d_out, d_in)
-        else:
-            g = g.unflatten(2, (groups, -1)).transpose(1, 2).flatten(2, 3)
-            J = g @ A.transpose(1, 2)  # [m, groups, C * d_out / groups, d_in]
-            J = J.unflatten(2, (C, -1)).transpose(1, 2).flatten(2, 3)
-        if not A_first:
-            J = J @ Q_A
-        if not B_first:
-            J = Q_B.T @ J
-        yield J.flatten(2)
+        A_first, B_first = rotation_order(C, R, d_out, d_in, A.shape[2], len(bases))
+        J = None if A_first or B_first else _sum_over_positions(g, A)
+        size = max(1, min(d_out, TILE_NUMEL // (len(g) * C * d_in)))
+        for (Q_B, Q_A), w, part in zip(bases, inverses, parts, strict=True):
+            rotated = A @ Q_A if A_first else A
+            if B_first:
+                g_B = (Q_B.T @ g).transpose(1, 2)  # [m, d_out, C, R]
+            else:
+                J_A = _sum_over_positions(g, rotated) if J is None else J @ Q_A
+            total = None
+            for start in range(0, d_out, size):
+                rows = slice(start, min(start + size, d_out))
+                if B_first:
+                    tile = g_B[:, rows].transpose(1, 2).flatten(1, 2) @ rotated.squeeze(2)
+                    tile = tile if A_first else tile @ Q_A
+                else:
+                    tile = Q_B[:, rows].T @ J_A
+                moments = contract(
+                    [tile.reshape(len(g), C, -1)], lambda w=w, rows=rows: w(rows), mode
+                )
+                total = moments if total is None else total + moments
+            part.append(total)
+    return [torch.cat(part) for part in parts]
 
 
 def dense_jacobians(J: Tensor, Q: tuple[Tensor, ...], whole: bool = False) -> Iterator[Tensor]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -104,9 +105,13 @@ class LayerJacobians:
             params = [self.blocks[i].param for i in others]
             dense = per_datum_jacobians(self.model, x, params, self.key, self.keep_graph)
             jacobians = dict(zip(others, dense, strict=True))
+        structured = [
+            self._structured([blocks[i] for blocks in posteriors], sources[i], gradients, mode)
+            for i in sources
+        ]
         totals = []
-        for blocks in posteriors:
-            parts = [self._structured(blocks[i], sources[i], gradients, mode) for i in sources]
+        for number, blocks in enumerate(posteriors):
+            parts = [moments[number] for moments in structured]
             for i, J in jacobians.items():
                 chunks = maths.dense_jacobians(
                     J.to(blocks[i].lam.dtype), blocks[i].Q, mode == "joint"
@@ -115,7 +120,7 @@ class LayerJacobians:
             if not parts:  # no parameter has any influence
                 shape = {"variance": (n, C), "covariance": (n, C, C), "joint": (n * C, n * C)}
                 parts = [blocks[0].lam.new_zeros(*shape[mode], len(blocks[0].delta))]
-            totals.append(sum(parts[1:], parts[0]))
+            totals.append(sum(parts[1:], parts[0])[..., : len(blocks[0].delta)])
         return capture.f, totals
 
     def _sources(self, block: EigenBlock, capture: Capture, n: int) -> list[Source] | str:
@@ -209,34 +214,49 @@ class LayerJacobians:
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _structured(
-        self, block: EigenBlock, sources: list[Source], gradients: dict[int, Tensor], mode: str
-    ) -> Tensor:
-        """Contract one block from its layer inputs and output gradients."""
+        self,
+        blocks: Sequence[EigenBlock],
+        sources: list[Source],
+        gradients: dict[int, Tensor],
+        mode: str,
+    ) -> list[Tensor]:
+        """Contract one parameter's block of every posterior from layer inputs and gradients."""
         with torch.set_grad_enabled(self.keep_graph):
             Gs = [gradients[id(call)] for call, _ in sources]
             G = torch.cat(Gs, dim=-1) if len(Gs) > 1 else Gs[0]  # [n, C, d_out, R]
             n, R = len(G), G.shape[-1]
-            module = sources[0][0].module
-            if block.param is module.bias:
-                chunks = maths.dense_jacobians(G.sum(-1), block.Q, mode == "joint")
-                return maths.contract(chunks, block.inverses, mode)
+            module, first = sources[0][0].module, blocks[0]
 
             def inputs(rows: slice) -> Tensor:
-                parts = [call.inputs(n, dim, rows).to(block.lam.dtype) for call, dim in sources]
+                parts = [call.inputs(n, dim, rows).to(first.lam.dtype) for call, dim in sources]
                 return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
-            if len(block.Q) == 1:  # a weight of one element has a single factor
-                A = inputs(slice(0, n))
-                J = torch.einsum("ncor,nrgi->ncogi", G, A).flatten(2)
-                chunks = maths.dense_jacobians(J, block.Q, mode == "joint")
-                return maths.contract(chunks, block.inverses, mode)
-
-            Q_B, Q_A = block.Q
+            J = None
+            if first.param is module.bias:
+                J = G.sum(-1)
+            elif len(first.Q) == 1:  # a weight of one element has a single factor
+                J = torch.einsum("ncor,nrgi->ncogi", G, inputs(slice(0, n))).flatten(2)
+            if J is not None:
+                return [
+                    maths.contract(
+                        maths.dense_jacobians(J, block.Q, mode == "joint"), block.inverses, mode
+                    )
+                    for block in blocks
+                ]
+            bases = [block.Q for block in blocks]
             if isinstance(module, nn.Conv2d):
-                Q_A = maths.patch_order(Q_A, module)
+                bases = [(Q_B, maths.patch_order(Q_A, module)) for Q_B, Q_A in bases]
             if R == 1 and getattr(module, "groups", 1) == 1 and mode != "joint":
-                g, a = G.squeeze(-1) @ Q_B, inputs(slice(0, n)).flatten(1) @ Q_A
-                sides = [maths.input_side(a, w) for w in block.inverses(input_first=True)]
-                return maths.contract([g], lambda: sides, mode)
-            chunks = maths.weight_jacobians(inputs, G, Q_B, Q_A, whole=mode == "joint")
-            return maths.contract(chunks, block.inverses, mode)
+                A, results = inputs(slice(0, n)).flatten(1), []
+                for block, (Q_B, Q_A) in zip(blocks, bases, strict=True):
+                    g, a = G.squeeze(-1) @ Q_B, A @ Q_A
+                    sides = [maths.input_side(a, w) for w in block.inverses(input_first=True)]
+                    results.append(maths.contract([g], lambda sides=sides: sides, mode))
+                return results
+            inverses = [partial(_rows_of, block) for block in blocks]
+            return maths.weight_moments(inputs, G, bases, inverses, mode)
+
+
+def _rows_of(block: EigenBlock, rows: slice) -> Iterable[Tensor]:
+    """Posterior variances of some output directions of a weight."""
+    return block.inverses(rows=rows)

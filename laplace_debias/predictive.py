@@ -224,9 +224,10 @@ def _last_layer_block(block: EigenBlock, phi: Tensor, mode: str) -> Tensor:
             J = rows if block.param.ndim == 1 else (phi @ block.Q[0]).unsqueeze(1)
         else:
             J = (rows.unsqueeze(-1) * (phi @ block.Q[1])[:, None, None, :]).flatten(2)
-        return maths.contract([J.clone()], block.inverses, mode)
+        return maths.contract([J.clone()], block.inverses, mode)[..., : len(block.delta)]
     if len(block.Q) == 1 and block.param.ndim > 1:  # one output, one feature
-        return maths.contract([(phi @ block.Q[0]).unsqueeze(1)], block.inverses, mode)
+        J = (phi @ block.Q[0]).unsqueeze(1)
+        return maths.contract([J], block.inverses, mode)[..., : len(block.delta)]
     phi2 = None if len(block.Q) == 1 else (phi @ block.Q[1]).square()
     parts = []
     for delta in block.delta:

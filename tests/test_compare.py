@@ -248,6 +248,22 @@ def test_compare_resumes_without_repeating_a_cell(problem, tmp_path, monkeypatch
     assert len(fits) == 2 * 2 * 2 + 1 + 4  # only the new draw
 
 
+def test_processes_share_a_folder_by_draws(problem, tmp_path, monkeypatch):
+    whole = run(problem, n_draws=3)
+    for draws in ([2], [0, 1]):
+        part = run(problem, n_draws=3, draws=draws, folder=tmp_path, methods=("single", "debiased"))
+        assert {row.draw for row in part.rows} == set(draws)
+    fitted = []
+    original = compare_module.Laplace
+    monkeypatch.setattr(
+        compare_module, "Laplace", lambda *a, **k: fitted.append(1) or original(*a, **k)
+    )
+    assert run(problem, n_draws=3, folder=tmp_path).rows == whole.rows
+    assert len(fitted) == 1  # the reference; no draw was made twice
+    with pytest.raises(ValueError, match="draws among 0 to 2"):
+        run(problem, n_draws=3, draws=[3])
+
+
 def test_a_stale_folder_is_refused(problem, tmp_path):
     run(problem, n_draws=1, methods=("vanilla",), folder=tmp_path)
     with pytest.raises(ValueError, match="seed: 0 there, 1 now"):

@@ -11,8 +11,9 @@ corrupted test images of five severities. Weights are uncertain, biases are not;
 decomposition are in float64, predictions in float32.
 
 OUT receives one small JSON file per finished posterior, the figures and the table. The same command
-goes on after an interruption. CACHE (by default OUT/cache) receives what is large: the factors of
-the reference, and the corrupted images.
+goes on after an interruption. Several processes may share the work: start some with
+``--draws 0 1`` and ``--draws 2 3 4``, and the command without it when they are done. CACHE (by
+default OUT/cache) receives what is large: the factors of the reference, and the corrupted images.
 
 The paper computed its factors with BackPACK, whose blocks of convolutions are on another scale than
 K-FAC-expand, used here: the beta axis of its figure is not comparable with this one. Predictions
@@ -123,8 +124,8 @@ def run(args: argparse.Namespace) -> ComparisonResult | None:
         args.reference_size = None  # all of them: the full batch
     model = load_model(args.model, args.weights, cifar.num_classes)
     corrupted = corrupted_splits(cifar, args, cache)
-    reference = reference_posterior(model, cifar, args, cache)
-    if reference is None:
+    reference = None if args.draws else reference_posterior(model, cifar, args, cache)
+    if reference is None and not args.draws:
         return None
     others = {"train": cifar.train.first(args.n_train)} if args.n_train else {}
     loaders = {
@@ -143,7 +144,7 @@ def run(args: argparse.Namespace) -> ComparisonResult | None:
         ood_loader=loaders or None,
         budgets=args.budgets,
         n_draws=args.n_draws,
-        methods=("vanilla", "full"),
+        methods=("vanilla",) if args.draws else ("vanilla", "full"),
         link_approx=args.link,
         n_samples=args.n_samples,
         reference=reference,
@@ -151,6 +152,7 @@ def run(args: argparse.Namespace) -> ComparisonResult | None:
         fits=fits,
         settings={"factor_dtype": args.factor_dtype},
         n_shared=args.n_shared,
+        draws=args.draws,
         seed=args.seed,
         folder=args.out / "cells",
         progress_bar=args.progress_bar,
@@ -239,6 +241,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--cifar10c", type=Path, help="folder of the published CIFAR-10-C files")
     add("--budgets", type=int, nargs="+", default=[64, 256, 1024])
     add("--n-draws", type=int, default=5)
+    add("--draws", type=int, nargs="+", help="only these, without the reference; see above")
     add("--n-test", type=int, default=1000)
     add("--n-train", type=int, default=1000, help="0 leaves the training images out")
     add("--n-corrupted", type=int, default=300, help="per severity; 0 leaves them out")
@@ -263,7 +266,7 @@ def main(argv: list[str] | None = None) -> ComparisonResult | None:
     """Run the command line."""
     args = parse(argv)
     result = load_cells(args.out / "cells") if args.redraw else run(args)
-    if result is not None:
+    if result is not None and not args.draws:
         text = report(result)
         print(text)
         (args.out / "table.txt").write_text(text)
