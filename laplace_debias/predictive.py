@@ -29,6 +29,7 @@ from laplace_debias.eigenbasis import (
 )
 from laplace_debias.layer_jacobians import LayerJacobians
 from laplace_debias.linearized_sampling import WeightSampler
+from laplace_debias.prior_nodes import prior_nodes
 
 DEFAULT_MEMORY_BUDGET = 512 * 2**20
 METHODS = ("exact", "samples", "auto")
@@ -89,7 +90,12 @@ class StructuredPredictor:
         self.many = many and not current
         self.la, self.memory_budget = la, int(memory_budget)
         self.keep_graph = la.enable_backprop if keep_graph is None else keep_graph
-        self.blocks = eigen_blocks(la, self.deltas, self.memory_budget)
+        nodes = None
+        if not is_last_layer(la) and (self.deltas == self.deltas[:, :1]).all():
+            nodes = prior_nodes(self.deltas[:, 0])
+        self._coefficients = None if nodes is None else nodes[1]
+        deltas = self.deltas if nodes is None else nodes[0].unsqueeze(1).expand(-1, len(la.H))
+        self.blocks = eigen_blocks(la, deltas, self.memory_budget)
         self.params = [block.param for block in self.blocks]
         self._layers: LayerJacobians | None = None
 
@@ -104,7 +110,6 @@ class StructuredPredictor:
                 f, moments = self._last_layer(x, mode)
             else:
                 f, (moments,) = self._all_layers(x, mode, [self.blocks])
-        moments = moments.to(f.dtype)
         if not self.keep_graph:
             f, moments = f.detach(), moments.detach()
         return self._result(f, moments, "exact")
@@ -128,7 +133,10 @@ class StructuredPredictor:
         self, x: Inputs, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs ``[n, C]`` and samples of them ``[k, n_samples, n, C]``."""
-        sampler = WeightSampler(self.la, self.blocks, self.memory_budget, self.keep_graph)
+        blocks = self.blocks
+        if self._coefficients is not None:  # samples are of each prior precision itself
+            blocks = eigen_blocks(self.la, self.deltas, self.memory_budget)
+        sampler = WeightSampler(self.la, blocks, self.memory_budget, self.keep_graph)
         with prediction_mode(self.la.model, self.params):
             return sampler(self._inputs(x), n_samples, generator)
 
@@ -164,8 +172,10 @@ class StructuredPredictor:
 
     def _result(self, f: Tensor, moments: Tensor, method: str) -> LinearizedPredictive:
         """Bring ``[..., k]`` to ``[k, ...]``, or drop k for a single prior precision."""
+        if method == "exact" and self._coefficients is not None:  # moments are those of the nodes
+            moments = moments @ self._coefficients
         moments = moments.movedim(-1, 0) if self.many else moments.squeeze(-1)
-        return LinearizedPredictive(f, moments, self.deltas, method)
+        return LinearizedPredictive(f, moments.to(f.dtype), self.deltas, method)
 
     def _all_layers(
         self, x: Inputs, mode: str, posteriors: Sequence[list[EigenBlock]]

@@ -68,6 +68,6 @@ class SharedPredictor:
             f, moments = first._all_layers(x, mode, [p.blocks for p in self.predictors])
         f = f.detach()
         return [
-            predictor._result(f, part.to(f.dtype).detach(), "exact")
+            predictor._result(f, part.detach(), "exact")
             for predictor, part in zip(self.predictors, moments, strict=True)
         ]
