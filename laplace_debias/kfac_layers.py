@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from laplace_debias.kfac_shifts import saves_work, shifted_gram
+from laplace_debias.kfac_shifts import n_positions, saves_work, shifted_gram
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 SUPPORTED_LAYERS = (nn.Linear, *CONVOLUTIONS)
@@ -200,26 +200,23 @@ def input_mean(layer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
         return mirror_(out), len(rows)
 
     x, pads = conv_image(layer, x)
-    shape = layer.kernel_size, layer.dilation, pads
-    if saves_work(x, *shape, stride=layer.stride):
-        positions = [
-            size + sum(p) - d * (k - 1) for size, k, d, p in zip(x.shape[2:], *shape, strict=True)
-        ]
-        n_rows = len(x) * prod(positions)
+    shape = layer.kernel_size, layer.dilation, pads, layer.stride
+    if saves_work(x, *shape):
+        n_rows = len(x) * prod(map(n_positions, x.shape[2:], *shape))
         return shifted_gram(x, *shape, slice_bytes=_SLICE_BYTES).div_(n_rows), n_rows
 
     windows = conv_windows(layer, F.pad(x, _last_first(pads)) if any(map(any, pads)) else x)
     n, d = windows.shape[0], len(layer.kernel_size)
-    n_positions, d_in = prod(windows.shape[1 : 1 + d]), prod(windows.shape[1 + d :])
+    per_datum, d_in = prod(windows.shape[1 : 1 + d]), prod(windows.shape[1 + d :])
     # Columns first: then the innermost copy runs along the input's memory.
     columns = windows.permute(*range(1 + d, 2 + 2 * d), *range(1 + d))  # [C, *k, n, *positions]
-    step = max(1, _SLICE_BYTES // (n_positions * d_in * windows.element_size()))
+    step = max(1, _SLICE_BYTES // (per_datum * d_in * windows.element_size()))
     out = windows.new_zeros(d_in, d_in)
     for start in range(0, n, step):
         part = columns.narrow(1 + d, start, min(step, n - start))
         rows = part.reshape(d_in, -1).T  # the only unfolded copy
-        add_gram_(out, rows, alpha=1 / (n * n_positions))
-    return mirror_(out), n * n_positions
+        add_gram_(out, rows, alpha=1 / (n * per_datum))
+    return mirror_(out), n * per_datum
 
 
 def add_gradient_gram_(out: Tensor, layer: nn.Module, g: Tensor) -> None:
