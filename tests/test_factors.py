@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laplace_debias.curvature_bias import curvature_bias
-from laplace_debias.factors import decompose, merge, rebuild, reevaluate, rescale
+from laplace_debias.factors import decompose, eigh_float64, merge, rebuild, reevaluate, rescale
 
 
 def psd(d: int, rank: int, seed: int) -> torch.Tensor:
@@ -112,3 +112,20 @@ def test_curvature_bias_by_hand():
     assert "0.weight" in str(bias) and "25%" in str(bias)
     with pytest.raises(ValueError, match="fraction.*got 0.7"):
         curvature_bias(["0.weight"], lam, lam_tilde, fraction=0.7)
+
+
+def test_decomposition_averages_the_triangles_and_reports_failure(monkeypatch):
+    torch.manual_seed(0)
+    M = torch.randn(6, 6)
+    symmetric = (M.double() + M.double().T) / 2
+    lam, Q = eigh_float64(M)
+    torch.testing.assert_close(Q @ torch.diag(lam) @ Q.T, symmetric)
+    torch.testing.assert_close(Q.T @ Q, torch.eye(6, dtype=torch.float64))
+    assert (lam.diff() >= 0).all()
+
+    def fail(matrix):
+        raise np.linalg.LinAlgError("no convergence")
+
+    monkeypatch.setattr("laplace_debias.factors.np.linalg.eigh", fail)
+    with pytest.raises(ValueError, match="'A of 0'.*no convergence.*Remedy"):
+        eigh_float64(M, "A of 0")
