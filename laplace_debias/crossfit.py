@@ -30,7 +30,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laplace_debias.factors import eigh_float64
+from laplace_debias.factors import curvature_along, eigh_float64
 
 
 def crossfit_factor(
@@ -128,7 +128,7 @@ def curvatures_along(M: Tensor, Q: Tensor, mu: Tensor, *, null_tol: float) -> Te
         >>> curvatures_along(M, torch.eye(3), mu, null_tol=1e-6)
         tensor([2., 2., 5.])
     """
-    lam = (Q * (M @ Q)).sum(0).clamp(min=0)
+    lam = curvature_along(M, Q).clamp(min=0)
     null = mu <= null_tol * mu[-1]
     return torch.where(null, lam[null].mean(), lam) if null.any() else lam
 

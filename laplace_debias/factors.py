@@ -35,6 +35,7 @@ from torch import Tensor
 __all__ = [
     "Block",
     "DataFactors",
+    "curvature_along",
     "decompose",
     "eigh_float64",
     "merge",
@@ -42,6 +43,9 @@ __all__ = [
     "reevaluate",
     "rescale",
 ]
+
+# Rows of a symmetric matrix that are multiplied at once.
+_ROWS = 256
 
 Block = list[Tensor]
 """``[B, A]`` or ``[B]``; the same layout holds eigenvectors and eigenvalues of the factors."""
@@ -179,9 +183,37 @@ def reevaluate(
         values = []
         for Q_f, C in zip(vectors, block, strict=True):
             _check_finite(C, name)
-            values.append((Q_f * (C.to(Q_f.dtype) @ Q_f)).sum(dim=0).clamp(min=0.0))
+            values.append(curvature_along(C, Q_f).clamp(min=0.0))
         lam.append(values)
     return lam
+
+
+def curvature_along(M: Tensor, Q: Tensor) -> Tensor:
+    r"""Curvature of a symmetric matrix along directions, :math:`\mathrm{diag}(Q^\top M Q)`.
+
+    The blocks below the diagonal count twice and those above are not read, which saves nearly half
+    of the product.
+
+    Args:
+        M: Symmetric matrix ``[d, d]``, of any floating point type.
+        Q: Directions ``[d, k]`` in columns.
+
+    Returns:
+        Curvatures ``[k]`` in the type of ``Q``.
+
+    Example:
+        >>> curvature_along(torch.tensor([[2.0, 1.0], [1.0, 4.0]]), torch.tensor([[1.0], [1.0]]))
+        tensor([8.])
+    """
+    values = Q.new_zeros(Q.shape[1])
+    for start in range(0, len(M), _ROWS):
+        here = slice(start, start + _ROWS)
+        rows = M[here, : start + _ROWS].to(Q.dtype)
+        product = rows[:, start:] @ Q[here]
+        if start:
+            product.addmm_(rows[:, :start], Q[:start], alpha=2.0)
+        values += (Q[here] * product).sum(0)
+    return values
 
 
 def rebuild(Q: Sequence[Block], lam: Sequence[Sequence[Tensor]]) -> list[Block]:

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laplace_debias.curvature_bias import curvature_bias
-from laplace_debias.factors import decompose, eigh_float64, merge, rebuild, reevaluate, rescale
+from laplace_debias.factors import (
+    curvature_along,
+    decompose,
+    eigh_float64,
+    merge,
+    rebuild,
+    reevaluate,
+    rescale,
+)
 
 
 def psd(d: int, rank: int, seed: int) -> torch.Tensor:
@@ -129,3 +137,11 @@ def test_decomposition_averages_the_triangles_and_reports_failure(monkeypatch):
     monkeypatch.setattr("laplace_debias.factors.np.linalg.eigh", fail)
     with pytest.raises(ValueError, match="'A of 0'.*no convergence.*Remedy"):
         eigh_float64(M, "A of 0")
+
+
+@pytest.mark.parametrize("d", [1, 255, 256, 257, 600])
+def test_curvature_along_directions_by_blocks_of_rows(d):
+    M, Q = psd(d, 20, 0), torch.randn(d, 3, dtype=torch.float64)
+    expected = [float(q @ M @ q) for q in Q.T]
+    torch.testing.assert_close(curvature_along(M, Q).tolist(), expected, rtol=1e-12, atol=0.0)
+    assert curvature_along(M.float(), Q).dtype == torch.float64
