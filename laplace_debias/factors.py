@@ -42,6 +42,7 @@ __all__ = [
     "rebuild",
     "reevaluate",
     "rescale",
+    "same_output",
 ]
 
 # Rows of a symmetric matrix that are multiplied at once.
@@ -147,11 +148,31 @@ def decompose(
         [1.0, 3.0]
     """
     Q, lam = [], []
+    previous: Block = []
     for block, name in zip(factors, names, strict=True):
-        pairs = [eigh_float64(factor, name) for factor in block]
+        shared = pairs[:1] if same_output(block, previous) else []
+        pairs = shared + [eigh_float64(factor, name) for factor in block[len(shared) :]]
+        previous = block
         lam.append([values.clamp(min=0.0) for values, _ in pairs])
         Q.append([vectors for _, vectors in pairs])
     return Q, lam
+
+
+def same_output(block: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Whether two blocks have the same ``B``, as a layer's weight and bias do.
+
+    Args:
+        block: ``[B, A]`` or ``[B]``.
+        other: Another block, or nothing, which is like no block.
+
+    Returns:
+        True if both ``B`` are equal; one decomposition then serves both.
+
+    Example:
+        >>> same_output([torch.eye(2)], [torch.eye(2), torch.ones(3, 3)])
+        True
+    """
+    return len(other) > 0 and torch.equal(block[0], other[0])
 
 
 def reevaluate(
@@ -191,8 +212,7 @@ def reevaluate(
 def curvature_along(M: Tensor, Q: Tensor) -> Tensor:
     r"""Curvature of a symmetric matrix along directions, :math:`\mathrm{diag}(Q^\top M Q)`.
 
-    The blocks below the diagonal count twice and those above are not read, which saves nearly half
-    of the product.
+    Blocks below the diagonal count twice, those above are not read: nearly half of the product.
 
     Args:
         M: Symmetric matrix ``[d, d]``, of any floating point type.

@@ -122,6 +122,21 @@ def test_curvature_bias_by_hand():
         curvature_bias(["0.weight"], lam, lam_tilde, fraction=0.7)
 
 
+def test_weight_and_bias_share_one_decomposition_of_b(monkeypatch):
+    calls = []
+    eigh = np.linalg.eigh
+    monkeypatch.setattr(
+        "laplace_debias.factors.np.linalg.eigh", lambda M: calls.append(M) or eigh(M)
+    )
+    B, A, D = psd(4, 5, 0), psd(3, 5, 1), psd(4, 5, 2)
+    blocks = [[B, A], [B.clone()], [D, A], [D], [B]]
+    Q, lam = decompose(blocks, list("abcde"))
+    assert len(calls) == 5
+    for block, other in zip(rebuild(Q, lam), blocks, strict=True):
+        for got, expected in zip(block, other, strict=True):
+            torch.testing.assert_close(got, expected)
+
+
 def test_decomposition_averages_the_triangles_and_reports_failure(monkeypatch):
     torch.manual_seed(0)
     M = torch.randn(6, 6)
