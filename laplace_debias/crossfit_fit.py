@@ -209,9 +209,12 @@ def _curvature_map(
     limit = options.n_pool if given is None else None
     pool = MapStyle(loader, limit, options.generator)
     passed = _Pool(network, options, key)
-    rows = None if given is None else range(min(options.n_input, len(pool)))
-    for X, y in read(pool.read(rows), "pool"):
-        passed.add(X, y)
+    n_input = min(options.n_input, len(pool))
+    for X, y in read(pool.read(range(n_input), at_once=options.n_folds), "pool"):
+        passed.add(X, y)  # in passes of one mini-batch, as each fold takes its share
+    if given is None and n_input < len(pool):
+        for X, y in read(pool.read(range(n_input, len(pool))), "pool"):
+            passed.add(X, y)
     if given is None:
         f = torch.cat(passed.outputs)
         scores = curvature_scores(f, network.likelihood)

@@ -147,7 +147,7 @@ def decompose(
         >>> lam[0][0].tolist()
         [1.0, 3.0]
     """
-    Q, lam = [], []
+    Q, lam, pairs = [], [], []
     previous: Block = []
     for block, name in zip(factors, names, strict=True):
         shared = pairs[:1] if same_output(block, previous) else []
