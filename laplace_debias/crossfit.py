@@ -30,7 +30,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laplace_debias.factors import eigh_float64
+from laplace_debias.factors import curvature_along, eigh_float64
 
 
 def crossfit_factor(
@@ -103,13 +103,12 @@ def crossfit_spectrum(
     folds = [M.double() for M in means]
     total = float(sum(sizes))
     summed = sum(size * M for size, M in zip(sizes, folds, strict=True))
-    pooled, Q = eigh_float64(summed / total, name)
+    pooled, Q = eigh_float64(summed, name)
     lam = torch.zeros(len(Q), dtype=torch.float64, device=Q.device)
     for size, held_out in zip(sizes, folds, strict=True):
-        others = (summed - size * held_out) / (total - size)
-        mu, Q_others = eigh_float64(others, name)
+        mu, Q_others = eigh_float64(summed - size * held_out, name)  # the others, up to scale
         lam += size / total * curvatures_along(held_out, Q_others, mu, null_tol=tol)
-    return Q, pooled.clamp(min=0), isotonic(lam) if monotone else lam
+    return Q, pooled.clamp(min=0) / total, isotonic(lam) if monotone else lam
 
 
 def curvatures_along(M: Tensor, Q: Tensor, mu: Tensor, *, null_tol: float) -> Tensor:
@@ -129,7 +128,7 @@ def curvatures_along(M: Tensor, Q: Tensor, mu: Tensor, *, null_tol: float) -> Te
         >>> curvatures_along(M, torch.eye(3), mu, null_tol=1e-6)
         tensor([2., 2., 5.])
     """
-    lam = (Q * (M @ Q)).sum(0).clamp(min=0)
+    lam = curvature_along(M, Q).clamp(min=0)
     null = mu <= null_tol * mu[-1]
     return torch.where(null, lam[null].mean(), lam) if null.any() else lam
 

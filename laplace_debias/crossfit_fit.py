@@ -152,21 +152,21 @@ class _Pool:
     network: Network
     options: CrossfitOptions
     key: str
-    A: list[list[InputFactors]] = field(default_factory=list)
+    A: dict[int, InputFactors] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
     loss: Tensor | float = 0.0
 
     def add(self, X: Inputs, y: Tensor) -> Tensor:
         """Pass a mini-batch; the first ``n_input`` data serve the input factors, in all folds."""
         K, seen = self.options.n_folds, sum(map(len, self.outputs))
-        self.A = self.A or [[] for _ in range(K)]
         stop = max(0, min(len(y), self.options.n_input - seen))
         parts: list[tuple[slice, Tensor]] = []
         for k in range(K):  # every K-th datum of the pool
             rows = slice((k - seen) % K, stop, K)
             if rows.start < stop:
-                self.A[k].append(self.network.inputs(take(X, rows, self.key)))
-                parts.append((rows, self.A[k][-1].outputs))
+                new = self.network.inputs(take(X, rows, self.key))
+                self.A[k] = self.A[k] + new if k in self.A else new
+                parts.append((rows, new.outputs))
         if stop < len(y):
             rows = slice(stop, len(y))
             parts.append((rows, self.network.outputs(take(X, rows, self.key))))
@@ -180,14 +180,14 @@ class _Pool:
 
     def result(self, folds: list[KFACFactors], N: int, *, whole: bool) -> CrossFitted:
         """Cross-fit; ``whole`` says whether the pass saw all that the draws came from."""
-        if any(not parts for parts in self.A):
+        if len(self.A) < self.options.n_folds:
             raise _too_few(sum(map(len, self.outputs)), self.options.n_folds, self.options)
         f = torch.cat(self.outputs)
         hessian = mean_loss_hessian(f, self.network.likelihood)
         exact = whole and self.network.fisher != "ef"
         fitted = crossfit_kron(
             folds,
-            [reduce(add, parts) for parts in self.A],
+            [self.A[k] for k in range(self.options.n_folds)],
             n_data=N,
             output_hessian=hessian if exact else None,
         )
@@ -209,9 +209,12 @@ def _curvature_map(
     limit = options.n_pool if given is None else None
     pool = MapStyle(loader, limit, options.generator)
     passed = _Pool(network, options, key)
-    rows = None if given is None else range(min(options.n_input, len(pool)))
-    for X, y in read(pool.read(rows), "pool"):
-        passed.add(X, y)
+    n_input = min(options.n_input, len(pool))
+    for X, y in read(pool.read(range(n_input), at_once=options.n_folds), "pool"):
+        passed.add(X, y)  # in passes of one mini-batch, as each fold takes its share
+    if given is None and n_input < len(pool):
+        for X, y in read(pool.read(range(n_input, len(pool))), "pool"):
+            passed.add(X, y)
     if given is None:
         f = torch.cat(passed.outputs)
         scores = curvature_scores(f, network.likelihood)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from laplace_debias.crossfit import crossfit_spectrum
-from laplace_debias.factors import eigh_float64
+from laplace_debias.factors import eigh_float64, same_output
 from laplace_debias.fitting import Fitted
 from laplace_debias.kfac import InputFactors, KFACFactors
 
@@ -62,6 +62,7 @@ def crossfit_kron(
         )
     sizes = [fold.n_data for fold in outputs]
     Q, lam, lam_tilde = [], [], []
+    previous: list[tuple[Tensor, ...]] = [() for _ in outputs]
     for i, name in enumerate(outputs[0].names):
         at_output = inputs is not None and all(fold.is_output[i] for fold in inputs)
         if output_hessian is not None and at_output:
@@ -69,8 +70,11 @@ def crossfit_kron(
             exact = n_data * exact.clamp(min=0)
             parts = [(vectors, exact, exact)]
         else:
-            B = [n_data / fold.n_data * fold.blocks[i][0] for fold in outputs]
-            parts = [crossfit_spectrum(B, sizes, name=f"B of {name}")]
+            blocks = [fold.blocks[i] for fold in outputs]
+            if not all(map(same_output, blocks, previous)):
+                B = [n_data / fold.n_data * fold.blocks[i][0] for fold in outputs]
+                B_part = crossfit_spectrum(B, sizes, name=f"B of {name}")
+            parts, previous = [B_part], blocks
         if inputs is not None and inputs[0].A[i] is not None:
             A_sizes = [fold.n_data for fold in inputs]
             A = [fold.A[i] for fold in inputs]

@@ -245,7 +245,7 @@ def input_factors(
 
 def _pooled_mean(A: Tensor, n: int, A_other: Tensor, n_other: int) -> Tensor:
     """Mean over n and n_other data from the two means."""
-    return (n * A + n_other * A_other) / (n + n_other)
+    return A.lerp(A_other, n_other / (n + n_other))
 
 
 def _check_names(names: tuple[str, ...], other: tuple[str, ...]) -> None:

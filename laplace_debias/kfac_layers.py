@@ -14,11 +14,14 @@ groups before the outer product, and keep one B for all output channels together
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from laplace_debias.kfac_shifts import n_positions, saves_work, shifted_gram
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 SUPPORTED_LAYERS = (nn.Linear, *CONVOLUTIONS)
@@ -99,52 +102,67 @@ def mirror_(out: Tensor) -> Tensor:
     return out
 
 
-def conv_padding(layer: nn.Module) -> list[int]:
-    """Padding of a convolution in the order of `torch.nn.functional.pad`, last dimension first.
+def conv_padding(layer: nn.Module) -> list[tuple[int, int]]:
+    """Padding of a convolution before and after each spatial dimension.
 
     Args:
         layer: `Conv1d`, `Conv2d` or `Conv3d` with numeric, `"same"` or `"valid"` padding.
 
     Returns:
-        `[left, right]` of the last spatial dimension, then of the one before it, and so on.
+        `(before, after)` per dimension.
 
     Example:
         >>> conv_padding(nn.Conv2d(1, 1, (4, 3), padding="same"))
-        [1, 1, 1, 2]
+        [(1, 2), (1, 1)]
     """
-    pads: list[int] = []
-    for i in reversed(range(len(layer.kernel_size))):
-        if layer.padding == "same":
-            total = layer.dilation[i] * (layer.kernel_size[i] - 1)
-            pads += [total // 2, total - total // 2]
-        elif layer.padding == "valid":
-            pads += [0, 0]
-        else:
-            pads += [layer.padding[i]] * 2
-    return pads
+    if layer.padding == "valid":
+        return [(0, 0) for _ in layer.kernel_size]
+    if layer.padding == "same":
+        total = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        return [(t // 2, t - t // 2) for t in total]
+    return [(p, p) for p in layer.padding]
 
 
-def conv_windows(layer: nn.Module, x: Tensor) -> Tensor:
-    """All patches that a convolution sees, as a view.
+def conv_image(layer: nn.Module, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+    """The image that a convolution runs over: groups averaged, padded unless with zeros.
 
     Args:
-        layer: `Conv1d`, `Conv2d` or `Conv3d` with any stride, padding, dilation and groups.
+        layer: `Conv1d`, `Conv2d` or `Conv3d` with any padding and groups.
         x: Its input `[n, C_in, *spatial]`.
 
     Returns:
-        View `[n, *positions, C_in / groups, *kernel_size]`.
+        Image `[n, C_in / groups, *sizes]`, and the zeros still to be put before and after each
+        dimension.
+
+    Example:
+        >>> layer = nn.Conv1d(4, 2, 3, padding=1, padding_mode="circular", groups=2)
+        >>> image, pads = conv_image(layer, torch.ones(1, 4, 5))
+        >>> image.shape, pads
+        (torch.Size([1, 2, 7]), [(0, 0)])
+    """
+    if layer.groups > 1:
+        x = x.unflatten(1, (layer.groups, -1)).mean(1)
+    pads = conv_padding(layer)
+    if layer.padding_mode != "zeros":
+        x, pads = F.pad(x, _last_first(pads), mode=layer.padding_mode), [(0, 0) for _ in pads]
+    return x, pads
+
+
+def conv_windows(layer: nn.Module, x: Tensor) -> Tensor:
+    """All patches that a convolution sees in an image, as a view.
+
+    Args:
+        layer: `Conv1d`, `Conv2d` or `Conv3d` with any stride and dilation.
+        x: Image `[n, c, *sizes]`, padding included.
+
+    Returns:
+        View `[n, *positions, c, *kernel_size]`.
 
     Example:
         >>> x = torch.arange(5.0).reshape(1, 1, 5)
         >>> conv_windows(nn.Conv1d(1, 1, 2, stride=3), x).reshape(-1, 2)
         tensor([[0., 1.], [3., 4.]])
     """
-    if layer.groups > 1:
-        x = x.unflatten(1, (layer.groups, -1)).mean(1)  # [n, C_in / groups, *spatial]
-    pads = conv_padding(layer)
-    if any(pads):
-        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        x = F.pad(x, pads, mode=mode)
     n, c, *sizes = x.shape
     s_n, s_c, *steps = x.stride()
     k, d, s = layer.kernel_size, layer.dilation, layer.stride
@@ -171,8 +189,8 @@ def input_mean(layer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
         A, `[d_in, d_in]`, in at least single precision, and the number of rows.
 
     Example:
-        >>> input_mean(nn.Linear(2, 1), 2 * torch.ones(3, 4, 2))
-        (tensor([[4., 4.], [4., 4.]]), 12)
+        >>> input_mean(nn.Linear(2, 1), 2 * torch.ones(2, 4, 2))
+        (tensor([[4., 4.], [4., 4.]]), 8)
     """
     x = x.to(accumulation_dtype(x.dtype))
     if isinstance(layer, nn.Linear):
@@ -181,18 +199,24 @@ def input_mean(layer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
         add_gram_(out, rows, alpha=1 / len(rows), beta=0.0)
         return mirror_(out), len(rows)
 
-    windows = conv_windows(layer, x)
+    x, pads = conv_image(layer, x)
+    shape = layer.kernel_size, layer.dilation, pads, layer.stride
+    if saves_work(x, *shape):
+        n_rows = len(x) * prod(map(n_positions, x.shape[2:], *shape))
+        return shifted_gram(x, *shape, slice_bytes=_SLICE_BYTES).div_(n_rows), n_rows
+
+    windows = conv_windows(layer, F.pad(x, _last_first(pads)) if any(map(any, pads)) else x)
     n, d = windows.shape[0], len(layer.kernel_size)
-    n_positions, d_in = prod(windows.shape[1 : 1 + d]), prod(windows.shape[1 + d :])
+    per_datum, d_in = prod(windows.shape[1 : 1 + d]), prod(windows.shape[1 + d :])
     # Columns first: then the innermost copy runs along the input's memory.
     columns = windows.permute(*range(1 + d, 2 + 2 * d), *range(1 + d))  # [C, *k, n, *positions]
-    step = max(1, _SLICE_BYTES // (n_positions * d_in * windows.element_size()))
+    step = max(1, _SLICE_BYTES // (per_datum * d_in * windows.element_size()))
     out = windows.new_zeros(d_in, d_in)
     for start in range(0, n, step):
         part = columns.narrow(1 + d, start, min(step, n - start))
         rows = part.reshape(d_in, -1).T  # the only unfolded copy
-        add_gram_(out, rows, alpha=1 / (n * n_positions))
-    return mirror_(out), n * n_positions
+        add_gram_(out, rows, alpha=1 / (n * per_datum))
+    return mirror_(out), n * per_datum
 
 
 def add_gradient_gram_(out: Tensor, layer: nn.Module, g: Tensor) -> None:
@@ -215,3 +239,8 @@ def add_gradient_gram_(out: Tensor, layer: nn.Module, g: Tensor) -> None:
     else:
         rows = g.transpose(0, 1).reshape(g.shape[1], -1).T  # [n * positions, d_out]
     add_gram_(out, rows)
+
+
+def _last_first(pads: Sequence[tuple[int, int]]) -> list[int]:
+    """Padding in the order of `torch.nn.functional.pad`."""
+    return [p for pair in reversed(pads) for p in pair]

@@ -77,11 +77,12 @@ class MapStyle:
         """Number of data in the pool."""
         return len(self.positions)
 
-    def read(self, rows: Sequence[int] | None = None) -> Iterator[Any]:
+    def read(self, rows: Sequence[int] | None = None, at_once: int = 1) -> Iterator[Any]:
         """Read mini-batches of some rows of the pool, or of all, as the loader would.
 
         Args:
             rows: Rows of the pool, in the order wanted.
+            at_once: How many mini-batches of the loader make one.
 
         Returns:
             An iterator over mini-batches.
@@ -90,7 +91,7 @@ class MapStyle:
         return iter(
             DataLoader(
                 Subset(self.loader.dataset, positions),
-                batch_size=self.batch_size,
+                batch_size=at_once * self.batch_size,
                 num_workers=self.loader.num_workers,
                 collate_fn=self.loader.collate_fn,
                 pin_memory=self.loader.pin_memory,

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laplace_debias.curvature_bias import curvature_bias
-from laplace_debias.factors import decompose, merge, rebuild, reevaluate, rescale
+from laplace_debias.factors import (
+    curvature_along,
+    decompose,
+    eigh_float64,
+    merge,
+    rebuild,
+    reevaluate,
+    rescale,
+)
 
 
 def psd(d: int, rank: int, seed: int) -> torch.Tensor:
@@ -112,3 +120,43 @@ def test_curvature_bias_by_hand():
     assert "0.weight" in str(bias) and "25%" in str(bias)
     with pytest.raises(ValueError, match="fraction.*got 0.7"):
         curvature_bias(["0.weight"], lam, lam_tilde, fraction=0.7)
+
+
+def test_weight_and_bias_share_one_decomposition_of_b(monkeypatch):
+    calls = []
+    eigh = np.linalg.eigh
+    monkeypatch.setattr(
+        "laplace_debias.factors.np.linalg.eigh", lambda M: calls.append(M) or eigh(M)
+    )
+    B, A, D = psd(4, 5, 0), psd(3, 5, 1), psd(4, 5, 2)
+    blocks = [[B, A], [B.clone()], [D, A], [D], [B]]
+    Q, lam = decompose(blocks, list("abcde"))
+    assert len(calls) == 5
+    for block, other in zip(rebuild(Q, lam), blocks, strict=True):
+        for got, expected in zip(block, other, strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+def test_decomposition_averages_the_triangles_and_reports_failure(monkeypatch):
+    torch.manual_seed(0)
+    M = torch.randn(6, 6)
+    symmetric = (M.double() + M.double().T) / 2
+    lam, Q = eigh_float64(M)
+    torch.testing.assert_close(Q @ torch.diag(lam) @ Q.T, symmetric)
+    torch.testing.assert_close(Q.T @ Q, torch.eye(6, dtype=torch.float64))
+    assert (lam.diff() >= 0).all()
+
+    def fail(matrix):
+        raise np.linalg.LinAlgError("no convergence")
+
+    monkeypatch.setattr("laplace_debias.factors.np.linalg.eigh", fail)
+    with pytest.raises(ValueError, match="'A of 0'.*no convergence.*Remedy"):
+        eigh_float64(M, "A of 0")
+
+
+@pytest.mark.parametrize("d", [1, 255, 256, 257, 600])
+def test_curvature_along_directions_by_blocks_of_rows(d):
+    M, Q = psd(d, 20, 0), torch.randn(d, 3, dtype=torch.float64)
+    expected = [float(q @ M @ q) for q in Q.T]
+    torch.testing.assert_close(curvature_along(M, Q).tolist(), expected, rtol=1e-12, atol=0.0)
+    assert curvature_along(M.float(), Q).dtype == torch.float64
