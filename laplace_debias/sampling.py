@@ -9,7 +9,8 @@ the `n` data of a pool, and each gets an importance weight::
     q_i = (1 - u) s_i / sum_j s_j + u / n            w_i = 1 / (n q_i)
 
 For any function h, `1/m sum_{j=1}^m w_{i_j} h_{i_j}` is then unbiased for the pool's mean of h. The
-uniform part bounds the weights by `1 / u`; more than a few per cent of it cost more than they save.
+uniform part bounds the weights by `1 / u`. Its share matters little: 2 to 10 per cent came out the
+same within errors, see `examples/debiasing_losers.py`.
 
 `laplace_debias.reservoirs` makes the independent draw from a stream.
 """
@@ -20,6 +21,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+DEFAULT_SHARE = 0.05
+"""Share of the uniform distribution in the mixture, see `examples/debiasing_losers.py`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def curvature_scores(outputs: Tensor, likelihood: str = "classification") -> Ten
     return -(log_p.exp() * log_p.expm1()).sum(-1)  # sum_c p_c (1 - p_c) without cancellation
 
 
-def sampling_probabilities(scores: Tensor, uniform: float = 0.02) -> Tensor:
+def sampling_probabilities(scores: Tensor, uniform: float = DEFAULT_SHARE) -> Tensor:
     """Probabilities proportional to the scores, mixed with the uniform distribution.
 
     Args:
@@ -118,7 +122,7 @@ def draw_weighted(
     scores: Tensor,
     m: int,
     *,
-    uniform: float = 0.02,
+    uniform: float = DEFAULT_SHARE,
     order: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> WeightedDraw:
@@ -263,9 +267,10 @@ def check_share(uniform: float) -> None:
         ValueError: If it does not.
 
     Example:
-        >>> check_share(0.02)
+        >>> check_share(0.05)
     """
     if not 0 <= uniform <= 1:
         raise ValueError(
-            f"Expected the uniform share to lie in [0, 1], got {uniform}; 0.02 is a good choice."
+            f"Expected the uniform share to lie in [0, 1], got {uniform}; "
+            f"{DEFAULT_SHARE} is a good choice."
         )
