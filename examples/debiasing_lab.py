@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from operator import add
+from statistics import stdev
 from typing import Any
 
 import torch
@@ -135,15 +136,15 @@ def curves(problem: Problem, H: KronDecomposed) -> Curves:
 
 
 def feasible(budgets: Iterable[int], n: int) -> list[int]:
-    """The budgets that a training set of n data can fill; says which it leaves out."""
+    """The budgets smaller than a training set of n data; says which it leaves out."""
     kept = []
     for m in budgets:
-        if m <= n:
+        if m < n:
             kept.append(m)
         else:
             print(f"Budget {m} left out: the training set has {n} data.")
     if not kept:
-        raise ValueError(f"Expected a budget of at most {n} data, got none. Pass smaller ones.")
+        raise ValueError(f"Expected a budget below {n}, the number of training data, got none.")
     return kept
 
 
@@ -180,6 +181,11 @@ def run(
         name = re.sub(r"[^\w.-]+", "-", f"{method}_{m}_{draw}")
         rows.append(store.get(name, lambda task=(method, m, draw): cell(*task)))
     return rows
+
+
+def standard_error(values: list[float]) -> float:
+    """Standard error of a mean; not a number for a single value."""
+    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
 
 
 def mean(rows: list[dict], method: str, m: int, key: str) -> float:

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from analytical_shrinkage import analytical_shrinkage
-from debiasing_lab import Fitter, Method, mean, run
+from debiasing_lab import Fitter, Method, mean, run, standard_error
 from debiasing_methods import library, sampled, single
 from ekfac import curves_of_any, ekfac
 from laplace.utils import KronDecomposed
@@ -139,7 +138,7 @@ def table(rows: list[dict]) -> str:
         for m in budgets:
             gaps = [row["nll"] for row in rows if (row["method"], row["m"]) == (method, m)]
             unit = mean(rows, "single", m, "nll")
-            error = torch.tensor(gaps).std().item() / math.sqrt(len(gaps)) / unit
+            error = standard_error(gaps) / unit
             passes = sum(mean(rows, method, m, key) for key in ("forward", "backward")) / m
             line += f"{sum(gaps) / len(gaps) / unit:10.3f} +- {error:.3f}{passes:8.1f}"
         lines.append(line)
@@ -161,9 +160,7 @@ def figure(rows: list[dict], path: Path) -> None:
                 pools.setdefault(row["forward"] - m, []).append(row["nll"])
         sizes = sorted(pools)
         gaps = torch.tensor([sum(pools[size]) / len(pools[size]) for size in sizes])
-        errors = [
-            torch.tensor(pools[size]).std().item() / len(pools[size]) ** 0.5 for size in sizes
-        ]
+        errors = [standard_error(pools[size]) for size in sizes]
         unit = mean(rows, "single", m, "nll")
         ax.errorbar(
             sizes, gaps / unit, torch.tensor(errors) / unit, marker=marker, label=f"M = {m}"
