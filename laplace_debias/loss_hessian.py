@@ -83,18 +83,22 @@ def sampled_hessian_root(
 def mean_loss_hessian(outputs: Tensor, likelihood: str) -> Tensor:
     """Mean over data of the loss Hessian: B of a layer whose output is the network's output.
 
+    In double precision: adding one number to all logits changes no loss, so the Hessian has a zero
+    eigenvalue, but `diag(p)` and `p p^T` nearly cancel where the network is sure. Single precision
+    would leave a curvature there that outweighs a small prior precision.
+
     Args:
         outputs: Network outputs `[n, C]`.
         likelihood: `"classification"` or `"regression"`.
 
     Returns:
-        `mean_n diag(p_n) - p_n p_n^T`, or the identity; `[C, C]`, in at least single precision.
+        `mean_n diag(p_n) - p_n p_n^T`, or the identity; `[C, C]`, in float64.
 
     Example:
         >>> mean_loss_hessian(torch.zeros(5, 2), "classification")
-        tensor([[ 0.2500, -0.2500], [-0.2500,  0.2500]])
+        tensor([[ 0.2500, -0.2500], [-0.2500,  0.2500]], dtype=torch.float64)
     """
-    f = outputs.to(accumulation_dtype(outputs.dtype))
+    f = outputs.double()
     if likelihood == "regression":
         return torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
     p = f.softmax(-1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laplace_debias.sampling import WeightedDraw, check_share, checked_scores
+from laplace_debias.sampling import DEFAULT_SHARE, WeightedDraw, check_share, checked_scores
 
 
 class Reservoirs:
@@ -46,7 +46,7 @@ class Reservoirs:
         self,
         m: int,
         *,
-        uniform: float = 0.02,
+        uniform: float = DEFAULT_SHARE,
         generator: torch.Generator | None = None,
         device: torch.device | str = "cpu",
     ) -> None:

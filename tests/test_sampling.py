@@ -177,6 +177,36 @@ def test_scores_are_the_traces_of_the_loss_hessians():
     torch.testing.assert_close(sure, 2 * p * (1 - p), rtol=1e-8, atol=0)
 
 
+def test_the_mean_hessian_of_a_sure_network_has_no_curvature_along_equal_logits():
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(4000, 10, generator=generator)
+    outputs[torch.arange(4000), torch.arange(4000) % 10] += 12.0
+    H = mean_loss_hessian(outputs, "classification")
+    ones = torch.ones(10, dtype=torch.float64)
+    # Rounding of numbers up to 1 in double precision, however small H is.
+    assert (H @ ones).norm() < 10 * torch.finfo(torch.float64).eps
+    assert torch.linalg.matrix_norm(H, 2) < 1e-4
+
+
+@pytest.mark.parametrize("m", [4, 5])
+def test_every_fold_of_a_systematic_draw_is_unbiased_and_none_shares_a_light_datum(m):
+    scores, n = torch.tensor([5.0, 1.0, 2.0, 1.0, 1.0, 2.0, 1.0, 3.0]), 8
+    q = 0.9 * scores.double() / scores.sum() + 0.1 / n
+    light = q < 1 / m
+    generator = torch.Generator().manual_seed(0)
+    counts, n_draws = torch.zeros(2, n, dtype=torch.float64), 4000
+    for _ in range(n_draws):
+        draw = draw_weighted(scores, m, uniform=0.1, order=torch.arange(n), generator=generator)
+        one, two = draw.folds(2)
+        assert len(one.indices) - len(two.indices) == m % 2
+        assert not light[one.indices[torch.isin(one.indices, two.indices)]].any()
+        for k, fold in enumerate((one, two)):
+            torch.testing.assert_close(fold.weights, 1 / (n * q[fold.indices]))
+            counts[k] += torch.bincount(fold.indices, minlength=n) / len(fold.indices)
+    # A frequency of 4,000 draws has a standard error of at most 0.008.
+    assert (counts / n_draws - q).abs().max() < 0.03
+
+
 def test_zero_scores_are_never_drawn_without_uniform_share():
     scores = torch.tensor([0.0, 1.0, 0.0, 3.0, 0.0])
     generator = torch.Generator().manual_seed(0)
