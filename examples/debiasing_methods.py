@@ -45,6 +45,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_debias import Laplace
 from laplace_debias.cell_store import CellStore
 from laplace_debias.crossfit_kron import crossfit_kron
+from laplace_debias.crossfit_options import even_parts
 from laplace_debias.loss_hessian import mean_loss_hessian
 from laplace_debias.sampling import (
     DEFAULT_SHARE,
@@ -101,18 +102,13 @@ def sampled(
     def fit_method(fit: Fitter, m: int, generator: torch.Generator) -> KronDecomposed:
         outputs, n = fit.outputs(), fit.problem.n
         order = curvature_order(outputs) if systematic else None
-        draw = draw_weighted(
-            score(fit, outputs),
-            min(m * max(one_pass, 1), n),
-            uniform=u,
-            order=order,
-            generator=generator,
-        )
-        kwargs = {"fisher": "mc", "generator": generator} if one_pass else {}
-        folds = [
-            fit.factors(fold.indices, fold.weights, inputs=False, **kwargs)
-            for fold in draw.folds(2)
+        scores, M = score(fit, outputs), min(m * max(one_pass, 1), n)
+        draws = [  # separate ones: folds must be independent
+            draw_weighted(scores, size, uniform=u, order=order, generator=generator)
+            for size in even_parts(M, 2)
         ]
+        kwargs = {"fisher": "mc", "generator": generator} if one_pass else {}
+        folds = [fit.factors(draw.indices, draw.weights, inputs=False, **kwargs) for draw in draws]
         inputs = [fit.inputs(half) for half in fit.uniform(4 * m, generator).chunk(2)]
         hessian = mean_loss_hessian(outputs, "classification") if exact_output else None
         fitted = crossfit_kron(folds, inputs, n_data=n, output_hessian=hessian)

@@ -231,15 +231,15 @@ def _curvature_map(
         order = scores.argsort()
     folds = []
     M = options.n_curvature if asked is not None else min(options.n_curvature, len(pool))
-    whole_draw = draw_weighted(scores, M, order=order, generator=options.generator)
-    for draw in whole_draw.folds(options.n_folds):
+    for m in even_parts(M, options.n_folds):
+        draw = draw_weighted(scores, m, order=order, generator=options.generator)
         rows, weights = _distinct(draw)
         parts, start = [], 0
         for X, y in read(pool.read(rows), "draws"):
             w = weights[start : start + len(y)]
             parts.append(network.factors(X, y, w, inputs=False))
             start += len(y)
-        folds.append(replace(reduce(add, parts), n_data=len(draw.indices)))
+        folds.append(replace(reduce(add, parts), n_data=m))
     return passed.result(folds, N, whole=given is None)
 
 

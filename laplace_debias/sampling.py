@@ -40,25 +40,6 @@ class WeightedDraw:
     weights: Tensor
     n_pool: int
 
-    def folds(self, n_folds: int) -> list[WeightedDraw]:
-        """Deal the draws out in turn, to folds whose sizes differ by one at most.
-
-        Args:
-            n_folds: Number K of folds, at most the number of draws.
-
-        Returns:
-            Draws number k, k + K, k + 2 K, ... for each k.
-
-        Example:
-            >>> draw = WeightedDraw(torch.arange(5), torch.ones(5), n_pool=9)
-            >>> [fold.indices.tolist() for fold in draw.folds(2)]
-            [[0, 2, 4], [1, 3]]
-        """
-        return [
-            WeightedDraw(self.indices[k::n_folds], self.weights[k::n_folds], self.n_pool)
-            for k in range(n_folds)
-        ]
-
 
 def curvature_scores(outputs: Tensor, likelihood: str = "classification") -> Tensor:
     """Trace of each datum's output Hessian.
@@ -129,16 +110,14 @@ def draw_weighted(
     """Draw data from a pool by their scores, with replacement.
 
     Without `order` the draws are independent. With it they are systematic: the probabilities are
-    laid end to end on a circle, and m equidistant points with one random offset pick the data.
+    laid end to end in that order, and m equidistant points with one random offset pick the data.
     Every datum is expected as often as before, so the weights and unbiasedness are the same; but
     data that are neighbours in the order now share their draws evenly, which takes away the
     variance between groups of neighbours.
 
-    Folds are best dealt out from one systematic draw (`WeightedDraw.folds`): each is then a
-    systematic draw of its own, all together are one too, and no datum serves two folds unless its
-    expected number of draws exceeds one. Folds from separate calls would be independent, but when
-    their offsets happen to lie close together they hold the same data twice over. Folds of one
-    call exclude each other's data, as halves of a batch drawn without replacement do.
+    Draws for different folds must come from different calls, to be independent of each other: the
+    folds of one systematic draw exclude each other's data, and so under-estimate the curvature
+    along each other's directions.
 
     Args:
         scores: Non-negative score `[n]` of each datum in the pool.
@@ -177,9 +156,8 @@ def draw_weighted(
             "pool."
         )
     else:
-        # The points sit on a circle and turn as a whole: each alone, hence each fold, is unbiased.
-        offset = m * torch.rand(1, dtype=torch.float64, device=q.device, generator=generator)
-        u = (torch.arange(m, device=q.device) + offset).remainder(m) / m
+        offset = torch.rand(1, dtype=torch.float64, device=q.device, generator=generator)
+        u = (torch.arange(m, device=q.device) + offset) / m
     cumulative = (q if order is None else q[order]).cumsum(0)
     # The last point may be rounded up to the end, behind all data.
     picks = torch.searchsorted(cumulative, u * cumulative[-1], right=True).clamp(max=n - 1)

@@ -188,23 +188,31 @@ def test_the_mean_hessian_of_a_sure_network_has_no_curvature_along_equal_logits(
     assert torch.linalg.matrix_norm(H, 2) < 1e-4
 
 
-@pytest.mark.parametrize("m", [4, 5])
-def test_every_fold_of_a_systematic_draw_is_unbiased_and_none_shares_a_light_datum(m):
-    scores, n = torch.tensor([5.0, 1.0, 2.0, 1.0, 1.0, 2.0, 1.0, 3.0]), 8
-    q = 0.9 * scores.double() / scores.sum() + 0.1 / n
-    light = q < 1 / m
+def test_a_second_draw_measures_without_bias_along_directions_of_the_first():
+    """Halves of one systematic draw exclude each other's data; separate draws do not."""
     generator = torch.Generator().manual_seed(0)
-    counts, n_draws = torch.zeros(2, n, dtype=torch.float64), 4000
-    for _ in range(n_draws):
-        draw = draw_weighted(scores, m, uniform=0.1, order=torch.arange(n), generator=generator)
-        one, two = draw.folds(2)
-        assert len(one.indices) - len(two.indices) == m % 2
-        assert not light[one.indices[torch.isin(one.indices, two.indices)]].any()
-        for k, fold in enumerate((one, two)):
-            torch.testing.assert_close(fold.weights, 1 / (n * q[fold.indices]))
-            counts[k] += torch.bincount(fold.indices, minlength=n) / len(fold.indices)
-    # A frequency of 4,000 draws has a standard error of at most 0.008.
-    assert (counts / n_draws - q).abs().max() < 0.03
+    n, d = 300, 6
+    V = torch.randn(n, d, generator=generator, dtype=torch.float64)
+    scores = torch.rand(n, generator=generator, dtype=torch.float64) ** 4 + 1e-4
+    B = torch.einsum("n,ni,nj->ij", scores, V, V) / n
+
+    def factor(rows, weights):
+        return torch.einsum("n,ni,nj->ij", weights * scores[rows], V[rows], V[rows]) / len(rows)
+
+    def ratio(one, two):
+        q = torch.linalg.eigh(factor(*one)).eigenvectors[:, -1]
+        return (q @ factor(*two) @ q / (q @ B @ q)).item()
+
+    order, separate, halves = scores.argsort(), [], []
+    for _ in range(1500):
+        draws = [draw_weighted(scores, 8, order=order, generator=generator) for _ in range(2)]
+        separate.append(ratio(*((draw.indices, draw.weights) for draw in draws)))
+        draw = draw_weighted(scores, 16, order=order, generator=generator)
+        one, two = ((draw.indices[k::2], draw.weights[k::2]) for k in range(2))
+        halves += [ratio(one, two), ratio(two, one)]
+    mean, error = torch.tensor(separate).mean(), torch.tensor(separate).std() / 1500**0.5
+    assert abs(mean - 1) < 3 * error < 0.06
+    assert torch.tensor(halves).mean() < 0.92
 
 
 def test_zero_scores_are_never_drawn_without_uniform_share():
