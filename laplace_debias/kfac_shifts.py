@@ -76,14 +76,7 @@ def n_positions(size: int, k: int, dilation: int, pad: Segment, stride: int) -> 
 
 
 def shifts(size: int, k: int, dilation: int, pad: Segment, stride: int) -> list[Shift]:
-    """Group the pairs of offsets of a kernel along one dimension.
-
-    Args:
-        size: Length of the image.
-        k: Length of the kernel.
-        dilation: Its dilation.
-        pad: Zeros before and after the image.
-        stride: The kernel's stride.
+    """Group the pairs of offsets of a kernel along one dimension, described as in `n_positions`.
 
     Returns:
         The groups, in which every pair of offsets occurs once.
