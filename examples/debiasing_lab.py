@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
+from math import inf
 from operator import add
 from statistics import stdev
 from typing import Any
@@ -86,12 +87,17 @@ class Fitter:
         self.meter.forward += len(indices)
         return reduce(add, parts)
 
-    def inputs(self, indices: Tensor) -> InputFactors:
-        """Input factors of some data, in mini-batches."""
+    def inputs(self, indices: Tensor, rows_from: float = inf) -> InputFactors:
+        """Input factors of some data, in mini-batches; see `input_factors`."""
         x, model = self.problem.x, self.problem.model
         self.meter.forward += len(indices)
-        parts = [input_factors(model, x[rows]) for rows in indices.split(self.problem.chunk)]
-        return reduce(add, parts)
+        return reduce(
+            add,
+            [
+                input_factors(model, x[rows], rows_from=rows_from)
+                for rows in indices.split(self.problem.chunk)
+            ],
+        )
 
     def outputs(self) -> Tensor:
         """The network's outputs for all training data."""

@@ -121,6 +121,7 @@ METHODS: dict[str, Method] = {
     "EKFAC, held-out half": ekfac(held_out=True),
     "curvature sampling": sampled(),
     "independent draws": sampled(systematic=False),
+    "A in two folds everywhere": sampled(few_rows=False),
     "score: Frobenius norm": sampled(score=frobenius),
     "score: behind last layer": sampled(score=behind_last_layer),
     **{f"uniform share {u}": sampled(u=u) for u in (0.0, 0.02, 0.05, 0.1, 0.2)},

@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 import torch
@@ -46,6 +47,8 @@ from laplace_debias import Laplace
 from laplace_debias.cell_store import CellStore
 from laplace_debias.crossfit_kron import crossfit_kron
 from laplace_debias.crossfit_options import even_parts
+from laplace_debias.crossfit_rows import few_rows_from
+from laplace_debias.kfac import InputFactors
 from laplace_debias.loss_hessian import mean_loss_hessian
 from laplace_debias.sampling import (
     DEFAULT_SHARE,
@@ -74,11 +77,20 @@ def crossfit(fit: Fitter, m: int, generator: torch.Generator) -> KronDecomposed:
     return crossfit_kron(folds, n_data=fit.problem.n).decomposed(torch.float32)
 
 
+def input_folds(
+    fit: Fitter, m: int, generator: torch.Generator, few_rows: bool = True
+) -> list[InputFactors]:
+    """Input factors of 4 M data in two folds; wide layers get more folds unless told otherwise."""
+    rows_from = few_rows_from(4 * m) if few_rows else inf
+    return [fit.inputs(half, rows_from) for half in fit.uniform(4 * m, generator).chunk(2)]
+
+
 def more_inputs(fit: Fitter, m: int, generator: torch.Generator) -> KronDecomposed:
     """Two folds, with input factors from two folds of four times as many data."""
     folds = [fit.factors(half, inputs=False) for half in fit.uniform(m, generator).chunk(2)]
-    inputs = [fit.inputs(half) for half in fit.uniform(4 * m, generator).chunk(2)]
-    return crossfit_kron(folds, inputs, n_data=fit.problem.n).decomposed(torch.float32)
+    return crossfit_kron(folds, input_folds(fit, m, generator), n_data=fit.problem.n).decomposed(
+        torch.float32
+    )
 
 
 Score = Callable[[Fitter, Tensor], Tensor]
@@ -95,6 +107,7 @@ def sampled(
     exact_output: bool = True,
     systematic: bool = True,
     one_pass: int = 0,
+    few_rows: bool = True,
     score: Score = trace,
 ) -> Method:
     """All three repairs, with the refinements switched on; `one_pass` times M data if positive."""
@@ -109,7 +122,7 @@ def sampled(
         ]
         kwargs = {"fisher": "mc", "generator": generator} if one_pass else {}
         folds = [fit.factors(draw.indices, draw.weights, inputs=False, **kwargs) for draw in draws]
-        inputs = [fit.inputs(half) for half in fit.uniform(4 * m, generator).chunk(2)]
+        inputs = input_folds(fit, m, generator, few_rows)
         hessian = mean_loss_hessian(outputs, "classification") if exact_output else None
         fitted = crossfit_kron(folds, inputs, n_data=n, output_hessian=hessian)
         return fitted.decomposed(torch.float32)

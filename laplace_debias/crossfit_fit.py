@@ -17,6 +17,7 @@ from laplace_debias.capture import Inputs, take
 from laplace_debias.crossfit_kron import crossfit_kron
 from laplace_debias.crossfit_network import FitCost, Network
 from laplace_debias.crossfit_options import CrossfitOptions, even_parts
+from laplace_debias.crossfit_rows import few_rows_from
 from laplace_debias.fitting import Fitted
 from laplace_debias.kfac import InputFactors, KFACFactors
 from laplace_debias.loss_hessian import loss_sum, mean_loss_hessian
@@ -132,7 +133,7 @@ def _uniform(
             folds[number].append(network.factors(X, y, inputs=not extra))
             loss, C = loss + folds[number][-1].loss, folds[number][-1].n_outputs
         if extra:
-            more[number % K].append(network.inputs(X))
+            more[number % K].append(network.inputs(X, few_rows_from(options.n_input)))
         if number >= K:
             check_targets(y, more[number % K][-1].outputs.shape, network.likelihood)
             loss = loss + loss_sum(more[number % K][-1].outputs, y, network.likelihood)
@@ -164,7 +165,9 @@ class _Pool:
         for k in range(K):  # every K-th datum of the pool
             rows = slice((k - seen) % K, stop, K)
             if rows.start < stop:
-                new = self.network.inputs(take(X, rows, self.key))
+                new = self.network.inputs(
+                    take(X, rows, self.key), few_rows_from(self.options.n_input)
+                )
                 self.A[k] = self.A[k] + new if k in self.A else new
                 parts.append((rows, new.outputs))
         if stop < len(y):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from laplace_debias.crossfit import crossfit_spectrum
+from laplace_debias.crossfit_rows import ROW_FOLDS, crossfit_rows
 from laplace_debias.factors import eigh_float64, same_output
 from laplace_debias.fitting import Fitted
 from laplace_debias.kfac import InputFactors, KFACFactors
@@ -27,7 +29,8 @@ def crossfit_kron(
     and input factors A from the folds `inputs`, which may be other data, more data and another
     number of folds. Each factor is cross-fitted on its own
     (`laplace_debias.crossfit.crossfit_factor`), and a block's eigenvalues are the products of its
-    factors' eigenvalues.
+    factors' eigenvalues. An input factor whose rows were kept is cut into `ROW_FOLDS` folds at
+    least (`laplace_debias.crossfit_rows.crossfit_rows`).
 
     Args:
         outputs: Factors of each fold; their sums over data stand for `n_data` data.
@@ -76,9 +79,13 @@ def crossfit_kron(
                 B_part = crossfit_spectrum(B, sizes, name=f"B of {name}")
             parts, previous = [B_part], blocks
         if inputs is not None and inputs[0].A[i] is not None:
-            A_sizes = [fold.n_data for fold in inputs]
-            A = [fold.A[i] for fold in inputs]
-            parts.append(crossfit_spectrum(A, A_sizes, name=f"A of {name}"))
+            rows = [fold.rows[i] for fold in inputs]
+            if all(part is not None for part in rows):
+                n_folds = max(ROW_FOLDS, len(inputs))
+                parts.append(crossfit_rows(torch.cat(rows), n_folds, name=f"A of {name}"))
+            else:
+                A_sizes, A = [fold.n_data for fold in inputs], [fold.A[i] for fold in inputs]
+                parts.append(crossfit_spectrum(A, A_sizes, name=f"A of {name}"))
         elif inputs is None and len(outputs[0].blocks[i]) == 2:
             A = [fold.blocks[i][1] for fold in outputs]
             parts.append(crossfit_spectrum(A, sizes, name=f"A of {name}"))

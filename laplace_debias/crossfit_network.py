@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -64,9 +65,9 @@ class Network:
         self.cost.backward += len(y) * factors.n_passes
         return factors
 
-    def inputs(self, X: Inputs) -> InputFactors:
-        """Input factors and outputs of some data, from a forward pass."""
-        factors = input_factors(self.root, self.embed(X))
+    def inputs(self, X: Inputs, rows_from: float = math.inf) -> InputFactors:
+        """Input factors and outputs of some data, from a forward pass; see `input_factors`."""
+        factors = input_factors(self.root, self.embed(X), rows_from=rows_from)
         self.cost.forward += factors.n_data
         return factors
 

@@ -35,6 +35,7 @@ from torch import Tensor
 __all__ = [
     "Block",
     "DataFactors",
+    "check_finite",
     "curvature_along",
     "decompose",
     "eigh_float64",
@@ -203,7 +204,7 @@ def reevaluate(
     for vectors, block, name in zip(Q, factors, names, strict=True):
         values = []
         for Q_f, C in zip(vectors, block, strict=True):
-            _check_finite(C, name)
+            check_finite(C, name)
             values.append(curvature_along(C, Q_f).clamp(min=0.0))
         lam.append(values)
     return lam
@@ -273,7 +274,7 @@ def eigh_float64(factor: Tensor, name: str = "factor") -> tuple[Tensor, Tensor]:
         >>> eigh_float64(torch.diag(torch.tensor([2.0, 1.0])))[0]
         tensor([1., 2.], dtype=torch.float64)
     """
-    _check_finite(factor, name)
+    check_finite(factor, name)
     factor = factor.detach().to(torch.float64)
     symmetric = (factor + factor.T) / 2
     try:
@@ -290,7 +291,7 @@ def eigh_float64(factor: Tensor, name: str = "factor") -> tuple[Tensor, Tensor]:
         ) from error
 
 
-def _check_finite(factor: Tensor, name: str) -> None:
+def check_finite(factor: Tensor, name: str) -> None:
     """Raise where a factor holds NaN or Inf."""
     if not torch.isfinite(factor).all():
         bad = int((~torch.isfinite(factor)).sum())

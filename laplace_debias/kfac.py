@@ -18,6 +18,7 @@ forward pass, or a parameter that several modules share, sees the calls as furth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -41,6 +42,7 @@ class InputFactors:
     Attributes:
         names: Name of each parameter, in the order of `model.parameters()`.
         A: Mean over data and positions of `a a^T` for a weight, None for a bias.
+        rows: The rows `[n, d_in]` behind A where they were kept, None elsewhere.
         outputs: The network's outputs `[n, C]` of the same forward pass, for scores and losses.
         is_output: For each parameter, whether its layer's output is the network's output. Its B
             is then a sum of loss Hessians, and `mean_loss_hessian` gives it without backward pass.
@@ -49,6 +51,7 @@ class InputFactors:
 
     names: tuple[str, ...]
     A: tuple[Tensor | None, ...]
+    rows: tuple[Tensor | None, ...]
     outputs: Tensor
     is_output: tuple[bool, ...]
     n_data: int
@@ -61,6 +64,10 @@ class InputFactors:
             tuple(
                 None if A is None else _pooled_mean(A, self.n_data, A_other, other.n_data)
                 for A, A_other in zip(self.A, other.A, strict=True)
+            ),
+            tuple(
+                None if one is None or two is None else torch.cat([one, two])
+                for one, two in zip(self.rows, other.rows, strict=True)
             ),
             torch.cat([self.outputs, other.outputs]),
             tuple(a and b for a, b in zip(self.is_output, other.is_output, strict=True)),
@@ -213,7 +220,11 @@ def kfac_factors(
 
 @torch.no_grad()
 def input_factors(
-    model: nn.Module, x: Inputs, *, params: Iterable[nn.Parameter] | None = None
+    model: nn.Module,
+    x: Inputs,
+    *,
+    params: Iterable[nn.Parameter] | None = None,
+    rows_from: float = math.inf,
 ) -> InputFactors:
     """Input factors A of a mini-batch: one forward pass, no gradient.
 
@@ -221,6 +232,8 @@ def input_factors(
         model: Network as for `kfac_factors`.
         x: Mini-batch, a tensor or a mapping that the model takes as its one argument.
         params: Parameters that get a block; by default all that require a gradient.
+        rows_from: Keep the rows of linear layers of at least that many inputs, if they see one row
+            per datum; by default of none.
 
     Returns:
         A for every weight, and the network's outputs.
@@ -234,13 +247,14 @@ def input_factors(
         (('weight', 'bias'), (tensor([[0.5000, 0.0000], [0.0000, 4.5000]]), None))
     """
     owned = owned_parameters(model, params)
-    tape = Tape(owned, inputs=True, outputs=False)
+    tape = Tape(owned, inputs=True, outputs=False, rows_from=rows_from)
     with evaluation_mode(model), tape.recording():
         f = model(x)
     _check_outputs(f)
     A = tuple(tape.input_mean(p.layers) if p.role == "weight" else None for p in owned)
+    rows = tuple(tape.input_rows(p.layers) if p.role == "weight" else None for p in owned)
     is_output = tuple(tape.is_output(p, f) for p in owned)
-    return InputFactors(tuple(p.name for p in owned), A, f, is_output, len(f))
+    return InputFactors(tuple(p.name for p in owned), A, rows, f, is_output, len(f))
 
 
 def _pooled_mean(A: Tensor, n: int, A_other: Tensor, n_other: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -96,6 +97,7 @@ class Tape:
         owned: Parameters whose layers are recorded.
         inputs: Whether to record the inputs of layers whose weight is among the parameters.
         outputs: Whether to record the outputs of all layers.
+        rows_from: Keep the inputs of linear layers of at least that many inputs as well.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -106,14 +108,22 @@ class Tape:
         tensor([[1., 1.], [1., 1.]])
     """
 
-    def __init__(self, owned: list[OwnedParameter], *, inputs: bool, outputs: bool) -> None:
+    def __init__(
+        self,
+        owned: list[OwnedParameter],
+        *,
+        inputs: bool,
+        outputs: bool,
+        rows_from: float = math.inf,
+    ) -> None:
         """See the class."""
-        self._owned = owned
+        self._owned, self._rows_from = owned, rows_from
         weights = [p for p in owned if p.role == "weight"]
         # Dictionaries serve as ordered sets.
         self._input_layers = {layer: None for p in weights for layer in p.layers} if inputs else {}
         self._output_layers = {layer: None for p in owned for layer in p.layers} if outputs else {}
         self._input_means: dict[nn.Module, list[tuple[Tensor, int]]] = {}
+        self._rows: dict[nn.Module, list[Tensor]] = {}
         self._edges: dict[nn.Module, list[GradientEdge]] = {}
         self._outputs: dict[nn.Module, list[tuple[ref[Tensor], int]]] = {}
 
@@ -153,6 +163,9 @@ class Tape:
         if layer in self._input_layers:
             with torch.no_grad():
                 self._input_means.setdefault(layer, []).append(input_mean(layer, args[0]))
+            if isinstance(layer, nn.Linear) and layer.in_features >= self._rows_from:
+                rows = args[0].detach().to(accumulation_dtype(args[0].dtype), copy=True)
+                self._rows.setdefault(layer, []).append(rows)
         if layer in self._output_layers:
             if not output.requires_grad:
                 raise ValueError(
@@ -177,6 +190,18 @@ class Tape:
             return calls[0][0]
         n_rows = sum(n for _, n in calls)
         return sum(n / n_rows * A for A, n in calls)
+
+    def input_rows(self, layers: Iterable[nn.Module]) -> Tensor | None:
+        """The rows behind A of a wide linear layer.
+
+        Args:
+            layers: The layers that share a weight.
+
+        Returns:
+            Matrix `[n, d_in]`, if it was kept and there is one row per datum; `None` otherwise.
+        """
+        calls = [rows for layer in layers for rows in self._rows.get(layer, [])]
+        return calls[0] if len(calls) == 1 and calls[0].ndim == 2 else None
 
     def output_grams(
         self, f: Tensor, columns: Tensor, *, vectorize: bool

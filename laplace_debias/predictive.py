@@ -188,6 +188,7 @@ class StructuredPredictor:
         size = n if mode == "joint" else max(1, self.memory_budget // bytes_per_datum)
         if size >= n:
             return self._layers.contract(x, mode, posteriors)
+        size = -(-n // -(-n // size))  # chunks of one size: a small last one costs more per datum
         parts = []
         for start in range(0, n, size):
             rows = take(x, slice(start, start + size), key)

@@ -263,6 +263,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dataset", choices=sorted(NUM_CLASSES), default="cifar10")
     parser.add_argument("--short", action="store_true", help="10 epochs instead of the paper's")
     parser.add_argument("--init", help="state dict to start from")
+    parser.add_argument("--optimizer", choices=("sgd", "adam"))
     for name in ("epochs", "batch-size", "train-size", "seed"):
         parser.add_argument(f"--{name}", type=int)
     for name in ("lr", "final-lr", "momentum", "weight-decay"):
@@ -280,8 +281,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, float]]:
     recipe = paper_recipe(args.model, args.dataset)
     if args.short:
         recipe = short_recipe(recipe)
-    names = "epochs batch_size train_size seed lr final_lr momentum weight_decay init".split()
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    names = "epochs batch_size train_size seed optimizer lr final_lr momentum weight_decay init"
+    given = {name: getattr(args, name) for name in names.split() if getattr(args, name) is not None}
     recipe = replace(recipe, flip=args.flip, **given)
     args.out.mkdir(parents=True, exist_ok=True)
     handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(args.out / "train.log")]
