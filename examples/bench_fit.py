@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 from laplace_debias.factors import decompose, reevaluate
-from laplace_debias.kfac import input_factors, kfac_factors
+from laplace_debias.kfac import kfac_factors
+from laplace_debias.kfac_inputs import input_factors
 
 
 # %% What is timed

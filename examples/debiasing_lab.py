@@ -29,7 +29,8 @@ from tqdm import tqdm
 from laplace_debias.cell_store import CellStore
 from laplace_debias.factors import eigh_float64
 from laplace_debias.hook_backend import HookGGN
-from laplace_debias.kfac import InputFactors, KFACFactors, input_factors, kfac_factors
+from laplace_debias.kfac import KFACFactors, kfac_factors
+from laplace_debias.kfac_inputs import InputFactors, input_factors
 from laplace_debias.sweep import sweep_prior_precision
 
 Curves = dict[str, list[float]]

@@ -48,7 +48,7 @@ from laplace_debias.cell_store import CellStore
 from laplace_debias.crossfit_kron import crossfit_kron
 from laplace_debias.crossfit_options import even_parts
 from laplace_debias.crossfit_rows import few_rows_from
-from laplace_debias.kfac import InputFactors
+from laplace_debias.kfac_inputs import InputFactors
 from laplace_debias.loss_hessian import mean_loss_hessian
 from laplace_debias.sampling import (
     DEFAULT_SHARE,
@@ -231,6 +231,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--epochs", type=int, default=None)
+    parser.add_argument("--seed", type=int, default=0, help="of the network's training")
     parser.add_argument("--folder", type=Path, help="where cifar-10-batches-py lies")
     parser.add_argument("--weights", type=Path, help="state dict of All-CNN-C, for CIFAR-10")
     parser.add_argument("--train-size", type=int, help="keep so many training data, no more")
@@ -242,11 +243,12 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
     sizes = {"train_size": args.train_size, "test_size": args.test_size}
     problem = trained_problem(
-        args.data, args.epochs, folder=args.folder, weights=args.weights, **sizes
+        args.data, args.epochs, folder=args.folder, weights=args.weights, seed=args.seed, **sizes
     )
-    stem = args.output / f"debiasing_methods_{args.data}"
+    stem = args.output / f"debiasing_methods_{args.data}{f'_{args.seed}' if args.seed else ''}"
     weights = args.weights and args.weights.name
     config = {"data": args.data, "epochs": args.epochs, "weights": weights, **sizes}
+    config |= {"seed": args.seed}
     methods = {name: METHODS[name] for name in args.methods}
     budgets = feasible(args.budgets, problem.n)
     rows = run(problem, methods, budgets, args.draws, CellStore(stem, config))

@@ -134,6 +134,7 @@ def trained_problem(
     train_size: int | None = None,
     test_size: int | None = None,
     weights: Path | None = None,
+    seed: int = 0,
 ) -> Problem:
     """Train with Adam on shuffled data, or load All-CNN-C; freeze all but weights as in the paper.
 
@@ -145,6 +146,7 @@ def trained_problem(
         test_size: The same for test data.
         weights: File with a state dict of All-CNN-C, which replaces network and training
             (CIFAR-10 only).
+        seed: Decides initial weights and mini-batches; the data stay the same.
 
     Returns:
         The problem.
@@ -157,10 +159,10 @@ def trained_problem(
         raise ValueError(f"Expected --weights with --data cifar10 only, got --data {name}.")
     x, y, x_test, y_test = recipe.load(folder)
     x, y, x_test, y_test = x[:train_size], y[:train_size], x_test[:test_size], y_test[:test_size]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     if weights is None:
         model = recipe.build()
-        train(model, x, y, recipe, epochs or recipe.epochs)
+        train(model, x, y, recipe, epochs or recipe.epochs, seed + 1)
     else:
         from cifar10.models import all_cnn_c
 
@@ -172,10 +174,10 @@ def trained_problem(
     return Problem(model.eval(), x, y, test_loader, 500 if weights is None else 50)
 
 
-def train(model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, epochs: int) -> None:
+def train(model: nn.Module, x: Tensor, y: Tensor, recipe: Recipe, epochs: int, seed: int) -> None:
     """Train in place."""
     optimizer = torch.optim.Adam(model.parameters(), recipe.lr)
-    shuffle = torch.Generator().manual_seed(1)
+    shuffle = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
         for batch in torch.randperm(len(x), generator=shuffle).split(recipe.batch_size):
             optimizer.zero_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -13,15 +13,17 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from laplace_debias.batches import check_targets
-from laplace_debias.capture import Inputs, take
+from laplace_debias.capture import take
 from laplace_debias.crossfit_kron import crossfit_kron
 from laplace_debias.crossfit_network import FitCost, Network
 from laplace_debias.crossfit_options import CrossfitOptions, even_parts
 from laplace_debias.crossfit_rows import few_rows_from
 from laplace_debias.fitting import Fitted
-from laplace_debias.kfac import InputFactors, KFACFactors
+from laplace_debias.kfac import KFACFactors
+from laplace_debias.kfac_inputs import InputFactors
 from laplace_debias.loss_hessian import loss_sum, mean_loss_hessian
 from laplace_debias.pool import Batch, MapStyle, concatenate, is_map_style, segments, unpacked
+from laplace_debias.pool_pass import PoolPass
 from laplace_debias.reservoirs import Reservoirs
 from laplace_debias.sampling import WeightedDraw, curvature_order, curvature_scores, draw_weighted
 
@@ -146,55 +148,21 @@ def _uniform(
     return CrossFitted(fitted, loss / n_seen, C, n_seen, network.cost)
 
 
-@dataclass
-class _Pool:
-    """What one forward pass over a pool yields: input factors, outputs, loss."""
-
-    network: Network
-    options: CrossfitOptions
-    key: str
-    A: dict[int, InputFactors] = field(default_factory=dict)
-    outputs: list[Tensor] = field(default_factory=list)
-    loss: Tensor | float = 0.0
-
-    def add(self, X: Inputs, y: Tensor) -> Tensor:
-        """Pass a mini-batch; the first ``n_input`` data serve the input factors, in all folds."""
-        K, seen = self.options.n_folds, sum(map(len, self.outputs))
-        stop = max(0, min(len(y), self.options.n_input - seen))
-        parts: list[tuple[slice, Tensor]] = []
-        for k in range(K):  # every K-th datum of the pool
-            rows = slice((k - seen) % K, stop, K)
-            if rows.start < stop:
-                new = self.network.inputs(
-                    take(X, rows, self.key), few_rows_from(self.options.n_input)
-                )
-                self.A[k] = self.A[k] + new if k in self.A else new
-                parts.append((rows, new.outputs))
-        if stop < len(y):
-            rows = slice(stop, len(y))
-            parts.append((rows, self.network.outputs(take(X, rows, self.key))))
-        f = parts[0][1].new_empty(len(y), *parts[0][1].shape[1:])
-        for rows, part in parts:
-            f[rows] = part
-        check_targets(y, f.shape, self.network.likelihood)
-        self.outputs.append(f)
-        self.loss = self.loss + loss_sum(f, y, self.network.likelihood)
-        return f
-
-    def result(self, folds: list[KFACFactors], N: int, *, whole: bool) -> CrossFitted:
-        """Cross-fit; ``whole`` says whether the pass saw all that the draws came from."""
-        if len(self.A) < self.options.n_folds:
-            raise _too_few(sum(map(len, self.outputs)), self.options.n_folds, self.options)
-        f = torch.cat(self.outputs)
-        hessian = mean_loss_hessian(f, self.network.likelihood)
-        exact = whole and self.network.fisher != "ef"
-        fitted = crossfit_kron(
-            folds,
-            [self.A[k] for k in range(self.options.n_folds)],
-            n_data=N,
-            output_hessian=hessian if exact else None,
-        )
-        return CrossFitted(fitted, self.loss / len(f), f.shape[1], len(f), self.network.cost)
+def _from_pool(passed: PoolPass, folds: list[KFACFactors], N: int, *, whole: bool) -> CrossFitted:
+    """Cross-fit; ``whole`` says whether the pass saw all that the draws came from."""
+    if len(passed.A) < passed.options.n_folds:
+        raise _too_few(sum(map(len, passed.outputs)), passed.options.n_folds, passed.options)
+    f = torch.cat(passed.outputs)
+    hessian = mean_loss_hessian(f, passed.network.likelihood)
+    exact = whole and passed.network.fisher != "ef"
+    fitted = crossfit_kron(
+        folds,
+        [passed.A[k] for k in range(passed.options.n_folds)],
+        n_data=N,
+        output_hessian=hessian if exact else None,
+        rows=[torch.cat(parts) if parts else None for parts in passed.rows],
+    )
+    return CrossFitted(fitted, passed.loss / len(f), f.shape[1], len(f), passed.network.cost)
 
 
 def _curvature_map(
@@ -212,7 +180,7 @@ def _curvature_map(
     given = options.scores
     limit = options.n_pool if given is None else None
     pool = MapStyle(loader, limit, options.generator)
-    passed = _Pool(network, options, key)
+    passed = PoolPass(network, options, key)
     n_input = min(options.n_input, len(pool))
     for X, y in read(pool.read(range(n_input), at_once=options.n_folds), "pool"):
         passed.add(X, y)  # in passes of one mini-batch, as each fold takes its share
@@ -243,7 +211,7 @@ def _curvature_map(
             parts.append(network.factors(X, y, w, inputs=False))
             start += len(y)
         folds.append(replace(reduce(add, parts), n_data=m))
-    return passed.result(folds, N, whole=given is None)
+    return _from_pool(passed, folds, N, whole=given is None)
 
 
 def _curvature_stream(
@@ -255,14 +223,14 @@ def _curvature_stream(
             "Expected no `scores` with a stream, whose data have no positions, got some. Remedy: "
             "pass a DataLoader over a map-style dataset, or leave `scores` out."
         )
-    passed: _Pool | None = None
+    passed: PoolPass | None = None
     reservoirs: list[Reservoirs] = []
     kept: list[dict[int, Batch]] = []
     seen = 0
     for X, y in batches:
         if passed is None:
             options = options.resolved(len(y))
-            passed = _Pool(network, options, key)
+            passed = PoolPass(network, options, key)
             for m in even_parts(options.n_curvature, options.n_folds):
                 reservoirs.append(Reservoirs(m, generator=options.generator, device=y.device))
                 kept.append({})
@@ -282,7 +250,7 @@ def _curvature_stream(
         data = [items[slot] for slot in range(len(items))]
         X, y = concatenate([X for X, _ in data]), torch.cat([y for _, y in data])
         folds.append(network.factors(X, y, draw.weights, inputs=False))
-    return passed.result(folds, N, whole=True)
+    return _from_pool(passed, folds, N, whole=True)
 
 
 def _distinct(draw: WeightedDraw) -> tuple[list[int], Tensor]:

@@ -11,7 +11,8 @@ from laplace_debias.crossfit import crossfit_spectrum
 from laplace_debias.crossfit_rows import ROW_FOLDS, crossfit_rows
 from laplace_debias.factors import eigh_float64, same_output
 from laplace_debias.fitting import Fitted
-from laplace_debias.kfac import InputFactors, KFACFactors
+from laplace_debias.kfac import KFACFactors
+from laplace_debias.kfac_inputs import InputFactors
 
 __all__ = ["crossfit_kron"]
 
@@ -22,6 +23,7 @@ def crossfit_kron(
     *,
     n_data: int,
     output_hessian: Tensor | None = None,
+    rows: Sequence[Tensor | None] | None = None,
 ) -> Fitted:
     """Cross-fitted curvature of N data from folds of a few.
 
@@ -39,6 +41,8 @@ def crossfit_kron(
         output_hessian: Mean loss Hessian `[C, C]` over a large pool. It is B of the layer at the
             network's output, if `inputs` know one, and replaces what the few data of the folds
             give.
+        rows: For each parameter the input rows `[n, d_in]` of a wide layer, or None. They may be of
+            more data than `inputs`, whose A they replace; by default those that `inputs` kept.
 
     Returns:
         The decomposition, one block per parameter: eigenvectors of the pooled factors in the
@@ -64,6 +68,11 @@ def crossfit_kron(
             "compute all folds with the same model and the same `params`."
         )
     sizes = [fold.n_data for fold in outputs]
+    if rows is None and inputs is not None:
+        rows = [
+            None if any(part is None for part in parts) else torch.cat(parts)
+            for parts in zip(*(fold.rows for fold in inputs), strict=True)
+        ]
     Q, lam, lam_tilde = [], [], []
     previous: list[tuple[Tensor, ...]] = [() for _ in outputs]
     for i, name in enumerate(outputs[0].names):
@@ -79,10 +88,9 @@ def crossfit_kron(
                 B_part = crossfit_spectrum(B, sizes, name=f"B of {name}")
             parts, previous = [B_part], blocks
         if inputs is not None and inputs[0].A[i] is not None:
-            rows = [fold.rows[i] for fold in inputs]
-            if all(part is not None for part in rows):
+            if rows[i] is not None:
                 n_folds = max(ROW_FOLDS, len(inputs))
-                parts.append(crossfit_rows(torch.cat(rows), n_folds, name=f"A of {name}"))
+                parts.append(crossfit_rows(rows[i], n_folds, name=f"A of {name}"))
             else:
                 A_sizes, A = [fold.n_data for fold in inputs], [fold.A[i] for fold in inputs]
                 parts.append(crossfit_spectrum(A, A_sizes, name=f"A of {name}"))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.capture import Inputs
-from laplace_debias.kfac import InputFactors, KFACFactors, input_factors, kfac_factors
+from laplace_debias.kfac import KFACFactors, kfac_factors
+from laplace_debias.kfac_inputs import InputFactors, input_factors, input_rows
 
 __all__ = ["FitCost", "Network"]
 
@@ -71,9 +72,8 @@ class Network:
         self.cost.forward += factors.n_data
         return factors
 
-    @torch.no_grad()
-    def outputs(self, X: Inputs) -> Tensor:
-        """Outputs of some data."""
-        f = self.root(self.embed(X))
+    def rows(self, X: Inputs, rows_from: float) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Outputs of some data and the rows of wide layers, from a forward pass; `input_rows`."""
+        f, rows = input_rows(self.root, self.embed(X), rows_from=rows_from)
         self.cost.forward += len(f)
-        return f
+        return f, rows

@@ -26,7 +26,8 @@ class CrossfitOptions:
         n_curvature: Number M of data with backward passes, for the output factors. By default K
             mini-batches.
         n_input: Number of data for the input factors, forward passes only. By default M
-            (uniform) or 4 M (curvature).
+            (uniform) or 4 M (curvature). Linear layers of at least ``2 * n_input`` inputs that see
+            one row per datum take the rows of more scored data, up to half their number of inputs.
         n_pool: Number of data that are scored, by default 16 M or all there are. At least
             ``n_input`` are.
         scores: Non-negative scores of all data of the dataset, which replace the scoring pass

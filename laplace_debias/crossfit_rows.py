@@ -21,7 +21,7 @@ from torch import Tensor
 from laplace_debias.crossfit import isotonic, null_tolerance
 from laplace_debias.factors import check_finite, eigh_float64
 
-__all__ = ["ROW_FOLDS", "crossfit_rows", "few_rows_from"]
+__all__ = ["ROW_FOLDS", "crossfit_rows", "few_rows_from", "most_few_rows"]
 
 ROW_FOLDS = 8
 """Folds of a factor of few rows; more change nothing, see `examples/debiasing_losers.py`."""
@@ -44,6 +44,22 @@ def few_rows_from(n_rows: int) -> int:
         256
     """
     return 2 * n_rows
+
+
+def most_few_rows(d: int) -> int:
+    """Largest number of rows that counts as few in d dimensions, see `few_rows_from`.
+
+    Args:
+        d: Dimension of the rows.
+
+    Returns:
+        The number.
+
+    Example:
+        >>> most_few_rows(256)
+        128
+    """
+    return d // 2
 
 
 def crossfit_rows(

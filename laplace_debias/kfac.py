@@ -18,10 +18,9 @@ forward pass, or a parameter that several modules share, sees the calls as furth
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from laplace.utils import Kron
@@ -29,50 +28,15 @@ from torch import Tensor, nn
 
 from laplace_debias.batches import check_targets
 from laplace_debias.kfac_hooks import Tape, owned_parameters
+from laplace_debias.kfac_inputs import (
+    InputFactors,
+    Inputs,
+    check_names,
+    check_outputs,
+    pooled_mean,
+)
 from laplace_debias.loss_hessian import loss_root, loss_sum
 from laplace_debias.model_state import evaluation_mode
-
-Inputs = Tensor | MutableMapping[str, Any]
-
-
-@dataclass(frozen=True)
-class InputFactors:
-    """Input factors of a model, from forward passes alone.
-
-    Attributes:
-        names: Name of each parameter, in the order of `model.parameters()`.
-        A: Mean over data and positions of `a a^T` for a weight, None for a bias.
-        rows: The rows `[n, d_in]` behind A where they were kept, None elsewhere.
-        outputs: The network's outputs `[n, C]` of the same forward pass, for scores and losses.
-        is_output: For each parameter, whether its layer's output is the network's output. Its B
-            is then a sum of loss Hessians, and `mean_loss_hessian` gives it without backward pass.
-        n_data: Number of data.
-    """
-
-    names: tuple[str, ...]
-    A: tuple[Tensor | None, ...]
-    rows: tuple[Tensor | None, ...]
-    outputs: Tensor
-    is_output: tuple[bool, ...]
-    n_data: int
-
-    def __add__(self, other: InputFactors) -> InputFactors:
-        """Factors of the data of both: A averaged by numbers of data, outputs in a row."""
-        _check_names(self.names, other.names)
-        return InputFactors(
-            self.names,
-            tuple(
-                None if A is None else _pooled_mean(A, self.n_data, A_other, other.n_data)
-                for A, A_other in zip(self.A, other.A, strict=True)
-            ),
-            tuple(
-                None if one is None or two is None else torch.cat([one, two])
-                for one, two in zip(self.rows, other.rows, strict=True)
-            ),
-            torch.cat([self.outputs, other.outputs]),
-            tuple(a and b for a, b in zip(self.is_output, other.is_output, strict=True)),
-            self.n_data + other.n_data,
-        )
 
 
 @dataclass(frozen=True)
@@ -97,12 +61,12 @@ class KFACFactors:
 
     def __add__(self, other: KFACFactors) -> KFACFactors:
         """Factors of the data of both: B and loss added, A averaged by numbers of data."""
-        _check_names(self.names, other.names)
+        check_names(self.names, other.names)
         blocks = tuple(
             (
                 one[0] + two[0],
                 *(
-                    _pooled_mean(A, self.n_data, A_other, other.n_data)
+                    pooled_mean(A, self.n_data, A_other, other.n_data)
                     for A, A_other in zip(one[1:], two[1:], strict=True)
                 ),
             )
@@ -123,7 +87,7 @@ class KFACFactors:
         Raises:
             ValueError: If the two do not belong to the same parameters.
         """
-        _check_names(self.names, inputs.names)
+        check_names(self.names, inputs.names)
         blocks = tuple(
             block if A is None else (block[0], A)
             for block, A in zip(self.blocks, inputs.A, strict=True)
@@ -198,7 +162,7 @@ def kfac_factors(
     with evaluation_mode(model), torch.enable_grad():
         with tape.recording():
             f = model(x)
-        _check_outputs(f)
+        check_outputs(f)
         if y is not None:
             check_targets(y, f.shape, likelihood)
         root = loss_root(f.detach(), y, likelihood, fisher, generator)  # [n, C, columns]
@@ -216,69 +180,6 @@ def kfac_factors(
     loss = None if y is None else loss_sum(f.detach(), y, likelihood, weights)
     names = tuple(p.name for p in owned)
     return KFACFactors(names, tuple(blocks), loss, *f.shape, len(columns))
-
-
-@torch.no_grad()
-def input_factors(
-    model: nn.Module,
-    x: Inputs,
-    *,
-    params: Iterable[nn.Parameter] | None = None,
-    rows_from: float = math.inf,
-) -> InputFactors:
-    """Input factors A of a mini-batch: one forward pass, no gradient.
-
-    Args:
-        model: Network as for `kfac_factors`.
-        x: Mini-batch, a tensor or a mapping that the model takes as its one argument.
-        params: Parameters that get a block; by default all that require a gradient.
-        rows_from: Keep the rows of linear layers of at least that many inputs, if they see one row
-            per datum; by default of none.
-
-    Returns:
-        A for every weight, and the network's outputs.
-
-    Raises:
-        ValueError: As `kfac_factors`.
-
-    Example:
-        >>> factors = input_factors(nn.Linear(2, 1), torch.tensor([[1.0, 0.0], [0.0, 3.0]]))
-        >>> factors.names, factors.A
-        (('weight', 'bias'), (tensor([[0.5000, 0.0000], [0.0000, 4.5000]]), None))
-    """
-    owned = owned_parameters(model, params)
-    tape = Tape(owned, inputs=True, outputs=False, rows_from=rows_from)
-    with evaluation_mode(model), tape.recording():
-        f = model(x)
-    _check_outputs(f)
-    A = tuple(tape.input_mean(p.layers) if p.role == "weight" else None for p in owned)
-    rows = tuple(tape.input_rows(p.layers) if p.role == "weight" else None for p in owned)
-    is_output = tuple(tape.is_output(p, f) for p in owned)
-    return InputFactors(tuple(p.name for p in owned), A, rows, f, is_output, len(f))
-
-
-def _pooled_mean(A: Tensor, n: int, A_other: Tensor, n_other: int) -> Tensor:
-    """Mean over n and n_other data from the two means."""
-    return A.lerp(A_other, n_other / (n + n_other))
-
-
-def _check_names(names: tuple[str, ...], other: tuple[str, ...]) -> None:
-    """Factors belong together only if they are of the same parameters."""
-    if names != other:
-        raise ValueError(
-            f"Expected factors of the parameters {names}, got {other}; compute both with the same "
-            "model and the same `params`."
-        )
-
-
-def _check_outputs(f: Tensor) -> None:
-    """The factors are defined for one vector of outputs per datum."""
-    if not isinstance(f, Tensor) or f.ndim != 2:
-        got = tuple(f.shape) if isinstance(f, Tensor) else type(f).__name__
-        raise ValueError(
-            f"Expected a model output of shape [n, C], got {got}; wrap the model so that it "
-            f"returns one vector of outputs per datum."
-        )
 
 
 def _checked_weights(weights: Tensor, f: Tensor) -> Tensor:

@@ -163,9 +163,9 @@ class Tape:
         if layer in self._input_layers:
             with torch.no_grad():
                 self._input_means.setdefault(layer, []).append(input_mean(layer, args[0]))
-            if isinstance(layer, nn.Linear) and layer.in_features >= self._rows_from:
-                rows = args[0].detach().to(accumulation_dtype(args[0].dtype), copy=True)
-                self._rows.setdefault(layer, []).append(rows)
+        if isinstance(layer, nn.Linear) and layer.in_features >= self._rows_from:
+            rows = args[0].detach().to(accumulation_dtype(args[0].dtype), copy=True)
+            self._rows.setdefault(layer, []).append(rows)
         if layer in self._output_layers:
             if not output.requires_grad:
                 raise ValueError(

@@ -15,7 +15,8 @@ from laplace_debias.crossfit import (
 )
 from laplace_debias.crossfit_kron import crossfit_kron
 from laplace_debias.factors import eigh_float64
-from laplace_debias.kfac import input_factors, kfac_factors
+from laplace_debias.kfac import kfac_factors
+from laplace_debias.kfac_inputs import input_factors
 from laplace_debias.loss_hessian import mean_loss_hessian
 
 

@@ -8,7 +8,8 @@ from laplace_debias import Laplace
 from laplace_debias.crossfit import crossfit_spectrum
 from laplace_debias.crossfit_kron import crossfit_kron
 from laplace_debias.crossfit_rows import ROW_FOLDS, crossfit_rows, few_rows_from
-from laplace_debias.kfac import input_factors, kfac_factors
+from laplace_debias.kfac import kfac_factors
+from laplace_debias.kfac_inputs import input_factors
 
 
 def gram(rows):
@@ -115,15 +116,22 @@ def test_the_posterior_takes_more_folds_for_wide_layers_only():
     torch.testing.assert_close(
         fitted.lam_tilde[2][1], crossfit_spectrum([part.A[2] for part in inputs], [10, 10])[2]
     )
-    # by the classes: folds of 8 data and 12 more for A, and every second datum of a pool
+
+
+def test_a_pool_gives_wide_layers_rows_up_to_half_their_inputs():
+    """Eight data for A; of the others those whose rows are still few for 40 inputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x, y = torch.randn(60, 40).double(), torch.arange(60) % 3
+    options = {"n_curvature": 4, "n_input": 8}
     expected = {
-        "uniform": torch.cat([x[:4], x[8:14], x[4:8], x[14:20]]),
-        "curvature": torch.cat([x[:20:2], x[1:20:2]]),
+        "uniform": [x[:2], x[4:6], x[2:4], x[6:8]],
+        "curvature": [x[0:6:2], x[1:6:2], x[6:7], x[7:8], x[8:20]],
     }
     for sampling, rows in expected.items():
         la = Laplace(
-            model, "classification", "all", "kron", debias="crossfit", sampling=sampling,
-            n_curvature=8, n_input=20,
-        )  # fmt: skip
-        la.fit([(x, y)], n_data=60)
-        torch.testing.assert_close(la.H.eigenvalues[0][1], crossfit_rows(rows)[2])
+            model, "classification", "all", "kron", debias="crossfit", sampling=sampling, **options
+        )
+        la.fit(list(zip(x.split(6), y.split(6), strict=True)), n_data=60)
+        torch.testing.assert_close(la.H.eigenvalues[0][1], crossfit_rows(torch.cat(rows))[2])
+        assert la.fit_cost.forward <= (8 if sampling == "uniform" else 60) + 4

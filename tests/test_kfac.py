@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from laplace_debias.hook_backend import HookEF, HookGGN
-from laplace_debias.kfac import input_factors, kfac_factors
+from laplace_debias.kfac import kfac_factors
+from laplace_debias.kfac_inputs import input_factors
 from laplace_debias.loss_hessian import (
     mean_loss_hessian,
     sampled_hessian_root,

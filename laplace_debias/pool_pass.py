@@ -1,0 +1,79 @@
+"""One forward pass over a pool of data: input factors, outputs for the scores, and the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from laplace_debias.batches import check_targets
+from laplace_debias.capture import Inputs, take
+from laplace_debias.crossfit_network import Network
+from laplace_debias.crossfit_options import CrossfitOptions
+from laplace_debias.crossfit_rows import few_rows_from, most_few_rows
+from laplace_debias.kfac_inputs import InputFactors
+from laplace_debias.loss_hessian import loss_sum
+
+__all__ = ["PoolPass"]
+
+
+@dataclass
+class PoolPass:
+    """What one forward pass over a pool yields; mini-batches are added one by one.
+
+    Attributes:
+        network: The network, which counts its passes.
+        options: Folds and numbers of data, without ``None``.
+        key: Key of the inputs in a mapping.
+        A: Input factors of each fold.
+        rows: For each parameter the input rows of wide layers, in parts.
+        outputs: Outputs ``[n, C]`` of each mini-batch.
+        loss: Sum of the losses.
+    """
+
+    network: Network
+    options: CrossfitOptions
+    key: str
+    A: dict[int, InputFactors] = field(default_factory=dict)
+    rows: list[list[Tensor]] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    loss: Tensor | float = 0.0
+
+    def add(self, X: Inputs, y: Tensor) -> Tensor:
+        """Pass a mini-batch; the first ``n_input`` data serve the input factors, in all folds.
+
+        Layers of so many inputs that ``n_input`` rows are few for them take rows of further data as
+        well, as long as they are few: the pass that scores these data yields them anyway.
+        """
+        K, seen = self.options.n_folds, sum(map(len, self.outputs))
+        stop = max(0, min(len(y), self.options.n_input - seen))
+        parts: list[tuple[slice, Tensor]] = []
+        for k in range(K):  # every K-th datum of the pool
+            rows = slice((k - seen) % K, stop, K)
+            if rows.start < stop:
+                new = self.network.inputs(
+                    take(X, rows, self.key), few_rows_from(self.options.n_input)
+                )
+                self.A[k] = self.A[k] + new if k in self.A else new
+                self._keep(new.rows)
+                parts.append((rows, new.outputs))
+        if stop < len(y):
+            rows = slice(stop, len(y))
+            least = few_rows_from(max(seen + stop + 1, self.options.n_input))
+            f, more = self.network.rows(take(X, rows, self.key), least)
+            self._keep(more)
+            parts.append((rows, f))
+        f = parts[0][1].new_empty(len(y), *parts[0][1].shape[1:])
+        for rows, part in parts:
+            f[rows] = part
+        check_targets(y, f.shape, self.network.likelihood)
+        self.outputs.append(f)
+        self.loss = self.loss + loss_sum(f, y, self.network.likelihood)
+        return f
+
+    def _keep(self, rows: tuple[Tensor | None, ...]) -> None:
+        """Add rows of wide layers, as long as they are few."""
+        self.rows = self.rows or [[] for _ in rows]
+        for kept, new in zip(self.rows, rows, strict=True):
+            if new is not None:
+                kept.append(new[: most_few_rows(new.shape[1]) - sum(map(len, kept))])
