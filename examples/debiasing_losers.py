@@ -121,7 +121,6 @@ METHODS: dict[str, Method] = {
     "EKFAC, held-out half": ekfac(held_out=True),
     "curvature sampling": sampled(),
     "independent draws": sampled(systematic=False),
-    "A in two folds everywhere": sampled(few_rows=False),
     "score: Frobenius norm": sampled(score=frobenius),
     "score: behind last layer": sampled(score=behind_last_layer),
     **{f"uniform share {u}": sampled(u=u) for u in (0.0, 0.02, 0.05, 0.1, 0.2)},
@@ -196,37 +195,37 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 
 # %% What came out
-# Five draws; the gap as a fraction of the single mini-batch's, with its standard error, and forward
-# plus backward passes per datum with backward passes.
+# Eight draws; the gap as a fraction of the single mini-batch's, with its standard error, and
+# forward plus backward passes per datum with backward passes.
 #
 #     method                             M=32: NLL gap  passes    M=128: NLL gap  passes
-#     single                             1.000 +- 0.178    10.0     1.000 +- 0.271    10.0
-#     two folds                          0.171 +- 0.051    10.0     0.396 +- 0.137    10.0
-#     four folds                         0.329 +- 0.127    10.0     0.466 +- 0.136    10.0
-#     eight folds                        0.336 +- 0.140    10.0     0.442 +- 0.119    10.0
-#     two folds of sizes 1 : 3           0.807 +- 0.443    10.0     0.519 +- 0.131    10.0
-#     four random splits into two        0.182 +- 0.049    10.0     0.413 +- 0.138    10.0
-#     two folds, not monotone            0.271 +- 0.091    10.0     0.409 +- 0.125    10.0
-#     Ledoit and Wolf 2020               0.841 +- 0.184    10.0     0.866 +- 0.272    10.0
-#     EKFAC, same data                   1.090 +- 0.178    10.0     1.278 +- 0.337    10.0
-#     EKFAC, held-out half               0.767 +- 0.260    10.0     0.841 +- 0.314    10.0
-#     curvature sampling                 0.019 +- 0.004    54.5     0.068 +- 0.016    24.1
-#     independent draws                  0.017 +- 0.004    54.5     0.049 +- 0.014    24.1
-#     score: Frobenius norm              0.020 +- 0.006    54.5     0.082 +- 0.015    24.1
-#     score: behind last layer           0.024 +- 0.007    54.5     0.061 +- 0.026    24.1
-#     uniform share 0.0                  0.025 +- 0.008    54.5     0.067 +- 0.012    24.1
-#     uniform share 0.02                 0.020 +- 0.008    54.5     0.076 +- 0.024    24.1
-#     uniform share 0.05                 0.019 +- 0.004    54.5     0.068 +- 0.016    24.1
-#     uniform share 0.1                  0.013 +- 0.003    54.5     0.080 +- 0.019    24.1
-#     uniform share 0.2                  0.020 +- 0.004    54.5     0.089 +- 0.020    24.1
-#     n_pool = 4 M                       0.192 +- 0.063    10.2     0.165 +- 0.064    10.7
-#     n_pool = 8 M                       0.056 +- 0.025    16.2     0.050 +- 0.005    16.2
-#     n_pool = 16 M                      0.047 +- 0.011    25.6     0.093 +- 0.008    18.8
-#     n_pool = all                       0.013 +- 0.003    50.5     0.093 +- 0.008    18.8
-#     n_input = 1 M, all scored          0.060 +- 0.011    50.5     0.065 +- 0.010    18.8
-#     n_input = 2 M, all scored          0.019 +- 0.005    50.5     0.082 +- 0.009    18.8
-#     n_input = 8 M, all scored          0.017 +- 0.005    50.5     0.105 +- 0.008    18.8
-#     n_input = 16 M, all scored         0.017 +- 0.006    50.5     0.104 +- 0.009    18.8
+#     single                             1.000 +- 0.119    10.0     1.000 +- 0.238    10.0
+#     two folds                          0.210 +- 0.049    10.0     0.442 +- 0.102    10.0
+#     four folds                         0.292 +- 0.082    10.0     0.489 +- 0.100    10.0
+#     eight folds                        0.335 +- 0.099    10.0     0.468 +- 0.086    10.0
+#     two folds of sizes 1 : 3           0.608 +- 0.278    10.0     0.620 +- 0.123    10.0
+#     four random splits into two        0.212 +- 0.047    10.0     0.505 +- 0.114    10.0
+#     two folds, not monotone            0.293 +- 0.062    10.0     0.483 +- 0.085    10.0
+#     Ledoit and Wolf 2020               0.824 +- 0.125    10.0     0.962 +- 0.218    10.0
+#     EKFAC, same data                   1.076 +- 0.120    10.0     1.268 +- 0.291    10.0
+#     EKFAC, held-out half               0.893 +- 0.171    10.0     0.869 +- 0.303    10.0
+#     curvature sampling                 0.041 +- 0.018    54.5     0.093 +- 0.021    24.1
+#     independent draws                  0.036 +- 0.010    54.5     0.073 +- 0.015    24.1
+#     score: Frobenius norm              0.041 +- 0.013    54.5     0.092 +- 0.006    24.1
+#     score: behind last layer           0.042 +- 0.020    54.5     0.065 +- 0.012    24.1
+#     uniform share 0.0                  0.049 +- 0.025    54.5     0.054 +- 0.011    24.1
+#     uniform share 0.02                 0.032 +- 0.012    54.5     0.073 +- 0.007    24.1
+#     uniform share 0.05                 0.041 +- 0.018    54.5     0.093 +- 0.021    24.1
+#     uniform share 0.1                  0.046 +- 0.021    54.5     0.098 +- 0.026    24.1
+#     uniform share 0.2                  0.033 +- 0.015    54.5     0.108 +- 0.019    24.1
+#     n_pool = 4 M                       0.198 +- 0.045    10.6     0.215 +- 0.052    10.7
+#     n_pool = 8 M                       0.155 +- 0.039    16.2     0.090 +- 0.018    16.2
+#     n_pool = 16 M                      0.075 +- 0.012    25.7     0.063 +- 0.013    18.7
+#     n_pool = all                       0.017 +- 0.003    50.5     0.063 +- 0.013    18.7
+#     n_input = 1 M, all scored          0.023 +- 0.004    50.5     0.056 +- 0.011    18.7
+#     n_input = 2 M, all scored          0.019 +- 0.003    50.5     0.055 +- 0.010    18.7
+#     n_input = 8 M, all scored          0.017 +- 0.003    50.5     0.065 +- 0.013    18.7
+#     n_input = 16 M, all scored         0.016 +- 0.003    50.5     0.069 +- 0.015    18.8
 #
 # * Two folds win or tie, and need the fewest decompositions. Shrinkage without held-out data
 #   repairs little. EKFAC's limit is another matrix than K-FAC's, so it need not come close.
@@ -235,8 +234,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
 #   backward passes of M data, each of which takes longer than a forward pass, so scoring does not
 #   dominate a fit. That is why `n_pool` is 16 M by default; score all data where a small M matters
 #   more than time. (At M = 128 all 1,297 data are fewer than 16 M.)
-# * Input factors from 2 M data on make no difference here. They do where a wide linear layer sees
-#   one row per datum: see `+ 16 M inputs` with `debiasing_methods.py --data mnist`.
+# * Input factors from 2 M data on make no difference: the one wide linear layer, which would gain
+#   from more, takes the rows of scored data whatever `n_input` is.
 
 
 if __name__ == "__main__":

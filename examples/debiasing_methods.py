@@ -11,9 +11,10 @@ before:
 4. `+ inputs`: the input factors A from 4 M data, which takes forward passes only.
 5. `+ curvature sampling`: a forward pass scores all training data; the M data are drawn by score.
 6. `+ output layer`: B of the last layer comes from that same pass, exactly.
-7. `+ systematic`: the draws are spread evenly over classes and scores. This is what
+7. `+ systematic`: the draws are spread evenly over classes and scores, and wide linear layers take
+   the input rows of more scored data than 4 M, up to half their number of inputs. This is what
    `Laplace(..., debias="crossfit", sampling="curvature")` does, and it is fitted that way here.
-8. `+ 16 M inputs`: the same with A from 16 M data, which are scored anyway.
+8. `+ 16 M inputs`: the same with A of all layers from 16 M data, which are scored anyway.
 9. `+ one backward pass`: 7 with a random vector per datum in place of the exact loss Hessian, for M
    data, and for 5 M, which cost about what the C - 1 = 9 backward passes of M data cost.
 
@@ -33,7 +34,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from math import inf
 from pathlib import Path
 
 import torch
@@ -77,12 +77,10 @@ def crossfit(fit: Fitter, m: int, generator: torch.Generator) -> KronDecomposed:
     return crossfit_kron(folds, n_data=fit.problem.n).decomposed(torch.float32)
 
 
-def input_folds(
-    fit: Fitter, m: int, generator: torch.Generator, few_rows: bool = True
-) -> list[InputFactors]:
-    """Input factors of 4 M data in two folds; wide layers get more folds unless told otherwise."""
-    rows_from = few_rows_from(4 * m) if few_rows else inf
-    return [fit.inputs(half, rows_from) for half in fit.uniform(4 * m, generator).chunk(2)]
+def input_folds(fit: Fitter, m: int, generator: torch.Generator) -> list[InputFactors]:
+    """Input factors of 4 M data in two folds, with the rows of wide layers."""
+    halves = fit.uniform(4 * m, generator).chunk(2)
+    return [fit.inputs(half, few_rows_from(4 * m)) for half in halves]
 
 
 def more_inputs(fit: Fitter, m: int, generator: torch.Generator) -> KronDecomposed:
@@ -107,7 +105,6 @@ def sampled(
     exact_output: bool = True,
     systematic: bool = True,
     one_pass: int = 0,
-    few_rows: bool = True,
     score: Score = trace,
 ) -> Method:
     """All three repairs, with the refinements switched on; `one_pass` times M data if positive."""
@@ -122,7 +119,7 @@ def sampled(
         ]
         kwargs = {"fisher": "mc", "generator": generator} if one_pass else {}
         folds = [fit.factors(draw.indices, draw.weights, inputs=False, **kwargs) for draw in draws]
-        inputs = input_folds(fit, m, generator, few_rows)
+        inputs = input_folds(fit, m, generator)
         hessian = mean_loss_hessian(outputs, "classification") if exact_output else None
         fitted = crossfit_kron(folds, inputs, n_data=n, output_hessian=hessian)
         return fitted.decomposed(torch.float32)
