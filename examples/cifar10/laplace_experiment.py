@@ -97,9 +97,13 @@ def reference_posterior(
 
 
 def crossfit(model: nn.Module, train_loader: DataLoader, seed: int) -> Fit:
-    """Our own method: M images by their curvature, from a pool scored by forward passes."""
+    """Our own method: M images by their curvature, from a random pool scored by forward passes."""
 
     def fit(budget: int, draw: int) -> DebiasedKronLaplace:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + draw + 1)
+        pool = DataLoader(
+            train_loader.dataset, train_loader.batch_size, shuffle=True, generator=generator
+        )
         la = Laplace(
             model,
             "classification",
@@ -108,9 +112,9 @@ def crossfit(model: nn.Module, train_loader: DataLoader, seed: int) -> Fit:
             debias="crossfit",
             sampling="curvature",
             n_curvature=budget,
-            generator=torch.Generator().manual_seed(seed * 1_000_003 + draw + 1),
+            generator=generator,
         )
-        la.fit(train_loader, n_data=len(train_loader.dataset))
+        la.fit(pool, n_data=len(pool.dataset))
         return la
 
     return fit
