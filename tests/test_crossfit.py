@@ -184,6 +184,26 @@ def test_single_precision_factors_and_errors():
         crossfit_factor(folds, [9, 0])
 
 
+def test_directions_of_large_factors_in_single_precision_change_nothing(monkeypatch):
+    """Rank-deficient and tiny factors too; and float64 takes over where LAPACK gives up."""
+    torch.manual_seed(0)
+    scales = torch.logspace(0, -2, 80)
+    for n_rows, size in ((30, 1.0), (200, 1e-12)):
+        folds = [gram((torch.randn(n_rows, 80) + 0.3) * scales) * size for _ in range(2)]
+        expected, _ = crossfit_factor(folds, [1, 1])
+        with monkeypatch.context() as patch:
+            patch.setattr("laplace_debias.crossfit.SINGLE_FROM", 1)
+            lam, _ = crossfit_factor(folds, [1, 1])
+            torch.testing.assert_close(lam, expected, rtol=1e-3, atol=1e-6 * float(expected[-1]))
+            assert not torch.equal(lam, expected)
+
+            def fail(matrix):
+                raise torch.linalg.LinAlgError("no")
+
+            patch.setattr(torch.linalg, "eigh", fail)
+            assert torch.equal(crossfit_factor(folds, [1, 1])[0], expected)
+
+
 def small_model():
     torch.manual_seed(0)
     layers = [torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)]
