@@ -1,6 +1,7 @@
 """The CIFAR example: its networks, its reader and its trainer, on tiny made files."""
 
 import importlib
+import json
 import pickle
 import sys
 from pathlib import Path
@@ -197,3 +198,14 @@ def test_training_starts_from_given_weights(example, tiny_cifar10, tmp_path):
     final = torch.load(tmp_path / "run" / "final.pt", weights_only=True)
     for name, tensor in model.state_dict().items():
         assert torch.equal(final[name], tensor)
+
+
+def test_the_optimizer_can_be_chosen(example, tiny_cifar10, tmp_path):
+    root, *_ = tiny_cifar10
+    recipes = {}
+    for name in ("sgd", "adam"):
+        run(example, root, tmp_path / name, "--optimizer", name)
+        saved = torch.load(tmp_path / name / "last.pt", weights_only=True)
+        recipes[name] = json.loads(saved["recipe"])["optimizer"]
+        assert ("exp_avg" in saved["optimizer"]["state"][0]) == (name == "adam")
+    assert recipes == {"sgd": "sgd", "adam": "adam"}

@@ -307,13 +307,19 @@ def test_redrawing_takes_the_largest_reference(example, tmp_path):
 def test_the_reported_run_can_be_redrawn(example):
     result = example.laplace_experiment.load_cells(EXAMPLE / "reported" / "cells")
     assert (result.reference, result.budgets("large-batch")) == ("large-batch", (8000,))
-    assert result.budgets("single") == result.budgets("debiased") == (64, 256, 1024)
-    draws = {(row.method, row.budget, row.draw) for row in result.select("single")}
-    assert len(result.rows) == 1 + 14 * (1 + 2 * len(draws))
-    ratios = result.gap_ratio("nll", "debiased")
-    report = example.laplace_experiment.report(result)
-    (line,) = [line for line in report.split("\n") if line.startswith("test   nll")]
-    assert line.split()[2:] == [f"{ratios[budget]:.2f}" for budget in (64, 256, 1024)]
+    methods, budgets = ("single", "debiased", "crossfit-curvature"), (64, 256, 1024)
+    for method in methods:
+        assert {(row.budget, row.draw) for row in result.select(method)} == {
+            (budget, draw) for budget in budgets for draw in range(5)
+        }
+    assert len(result.rows) == 1 + 14 * (1 + len(methods) * len(budgets) * 5)
+    report = example.laplace_experiment.report(result).split("\n")
+    lines = [line.split()[2:] for line in report if line.startswith("test   nll")]
+    readme = (EXAMPLE.parents[1] / "README.md").read_text()
+    for method, line, between in zip(methods[1:], lines, (" | ", "** | **"), strict=True):
+        ratios = result.gap_ratio("nll", method)
+        assert line == [f"{ratios[budget]:.2f}" for budget in budgets]
+        assert between.join(line) in readme
 
 
 def test_experiment_wants_its_inputs(example, tmp_path, capsys):
