@@ -113,7 +113,7 @@ def crossfit_rows(
     pooled = torch.cat([s.new_zeros(d - r), s[:r].flip(0).square() / n])
     Z = X @ V  # [n, r]
     lam = torch.zeros(d, dtype=torch.float64, device=Q.device)
-    for k in range(K):
+    for k in range(K if r else 0):  # rows of zeros have no curvature
         held_out = torch.zeros(n, dtype=torch.bool, device=Z.device)
         held_out[k::K] = True
         others = Z[~held_out]

@@ -70,6 +70,16 @@ def test_more_folds_lower_the_error_where_rows_are_few():
     assert error[ROW_FOLDS] < 0.8 * error[2]
 
 
+def test_rows_of_zeros_have_no_curvature():
+    """As the inputs of a layer behind dead units have it, in all folds or in all but one."""
+    rows = torch.zeros(6, 20)
+    Q, pooled, lam = crossfit_rows(rows)
+    assert not lam.any() and not pooled.any()
+    torch.testing.assert_close(Q.T @ Q, torch.eye(20, dtype=torch.float64))
+    rows[0, 3] = 2.0
+    torch.testing.assert_close(crossfit_rows(rows, 3)[2].sum(), torch.tensor(4 / 6).double())
+
+
 def test_errors_say_what_is_wrong():
     with pytest.raises(ValueError, match="at least two data.*A of 0.weight.*got shape"):
         crossfit_rows(torch.ones(1, 4), name="A of 0.weight")
