@@ -160,7 +160,7 @@ def _from_pool(passed: PoolPass, folds: list[KFACFactors], N: int, *, whole: boo
         [passed.A[k] for k in range(passed.options.n_folds)],
         n_data=N,
         output_hessian=hessian if exact else None,
-        rows=[torch.cat(parts) if parts else None for parts in passed.rows],
+        rows=passed.rows(),
     )
     return CrossFitted(fitted, passed.loss / len(f), f.shape[1], len(f), passed.network.cost)
 

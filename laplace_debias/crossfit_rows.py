@@ -106,7 +106,13 @@ def crossfit_rows(
     K = min(n_folds, n)
     tol = null_tolerance(rows.new_empty(d, 0)) if null_tol is None else null_tol
     X = rows.double()
-    _, s, Vh = torch.linalg.svd(X, full_matrices=False)  # s descending
+    try:
+        _, s, Vh = torch.linalg.svd(X, full_matrices=False)  # s descending
+    except torch.linalg.LinAlgError as error:
+        raise ValueError(
+            f"Expected the rows {list(rows.shape)} behind {name} to have a singular value "
+            f"decomposition, got: {error}. Remedy: check the scale of this layer's inputs."
+        ) from error
     r = int((s.square() > tol * s[0].square()).sum())
     V = Vh[:r].flip(0).T  # [d, r], ascending
     Q = torch.cat([_complement(V), V], dim=1)

@@ -191,17 +191,20 @@ class Tape:
         n_rows = sum(n for _, n in calls)
         return sum(n / n_rows * A for A, n in calls)
 
-    def input_rows(self, layers: Iterable[nn.Module]) -> Tensor | None:
+    def input_rows(self, layers: Iterable[nn.Module], n: int) -> Tensor | None:
         """The rows behind A of a wide linear layer.
 
         Args:
             layers: The layers that share a weight.
+            n: Number of data; tokens may have been merged with them.
 
         Returns:
             Matrix `[n, d_in]`, if it was kept and there is one row per datum; `None` otherwise.
         """
         calls = [rows for layer in layers for rows in self._rows.get(layer, [])]
-        return calls[0] if len(calls) == 1 and calls[0].ndim == 2 else None
+        if len(calls) != 1 or calls[0].ndim != 2 or len(calls[0]) != n:
+            return None
+        return calls[0]
 
     def output_grams(
         self, f: Tensor, columns: Tensor, *, vectorize: bool

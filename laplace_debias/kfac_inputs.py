@@ -95,7 +95,7 @@ def input_factors(
     A = tuple(tape.input_mean(p.layers) if p.role == "weight" else None for p in owned)
     is_output = tuple(tape.is_output(p, f) for p in owned)
     names = tuple(p.name for p in owned)
-    return InputFactors(names, A, _kept_rows(tape, owned), f, is_output, len(f))
+    return InputFactors(names, A, _kept_rows(tape, owned, len(f)), f, is_output, len(f))
 
 
 @torch.no_grad()
@@ -130,12 +130,12 @@ def input_rows(
     with evaluation_mode(model), tape.recording():
         f = model(x)
     check_outputs(f)
-    return f, _kept_rows(tape, owned)
+    return f, _kept_rows(tape, owned, len(f))
 
 
-def _kept_rows(tape: Tape, owned: list[OwnedParameter]) -> tuple[Tensor | None, ...]:
-    """Rows of every weight, where the tape has them."""
-    return tuple(tape.input_rows(p.layers) if p.role == "weight" else None for p in owned)
+def _kept_rows(tape: Tape, owned: list[OwnedParameter], n: int) -> tuple[Tensor | None, ...]:
+    """Rows of every weight, where the tape has one for each of n data."""
+    return tuple(tape.input_rows(p.layers, n) if p.role == "weight" else None for p in owned)
 
 
 def pooled_mean(A: Tensor, n: int, A_other: Tensor, n_other: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from laplace_debias.batches import check_targets
@@ -26,7 +27,7 @@ class PoolPass:
         options: Folds and numbers of data, without ``None``.
         key: Key of the inputs in a mapping.
         A: Input factors of each fold.
-        rows: For each parameter the input rows of wide layers, in parts.
+        more_rows: Input rows of wide layers beyond ``n_input`` data, of each mini-batch.
         outputs: Outputs ``[n, C]`` of each mini-batch.
         loss: Sum of the losses.
     """
@@ -35,7 +36,7 @@ class PoolPass:
     options: CrossfitOptions
     key: str
     A: dict[int, InputFactors] = field(default_factory=dict)
-    rows: list[list[Tensor]] = field(default_factory=list)
+    more_rows: list[tuple[Tensor | None, ...]] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     loss: Tensor | float = 0.0
 
@@ -55,13 +56,12 @@ class PoolPass:
                     take(X, rows, self.key), few_rows_from(self.options.n_input)
                 )
                 self.A[k] = self.A[k] + new if k in self.A else new
-                self._keep(new.rows)
                 parts.append((rows, new.outputs))
         if stop < len(y):
             rows = slice(stop, len(y))
             least = few_rows_from(max(seen + stop + 1, self.options.n_input))
             f, more = self.network.rows(take(X, rows, self.key), least)
-            self._keep(more)
+            self.more_rows.append(more)
             parts.append((rows, f))
         f = parts[0][1].new_empty(len(y), *parts[0][1].shape[1:])
         for rows, part in parts:
@@ -71,9 +71,14 @@ class PoolPass:
         self.loss = self.loss + loss_sum(f, y, self.network.likelihood)
         return f
 
-    def _keep(self, rows: tuple[Tensor | None, ...]) -> None:
-        """Add rows of wide layers, as long as they are few."""
-        self.rows = self.rows or [[] for _ in rows]
-        for kept, new in zip(self.rows, rows, strict=True):
-            if new is not None:
-                kept.append(new[: most_few_rows(new.shape[1]) - sum(map(len, kept))])
+    def rows(self) -> list[Tensor | None]:
+        """For each parameter the rows ``[n, d_in]`` of a wide layer, while they are few, or None."""
+        found: list[Tensor | None] = []
+        for i, own in enumerate(zip(*(fold.rows for fold in self.A.values()), strict=True)):
+            if any(part is None for part in own):
+                found.append(None)
+                continue
+            more = [batch[i] for batch in self.more_rows if batch[i] is not None]
+            rows = torch.cat([*own, *more])
+            found.append(rows[: most_few_rows(rows.shape[1])])
+        return found

@@ -101,6 +101,19 @@ class Tokens(nn.Module):
         return self.twice(self.twice(self.tokens(torch.stack([x, 2 * x], 1)).tanh().sum(1)).tanh())
 
 
+class MergedTokens(nn.Module):
+    """Two tokens per datum, merged with the data before the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(40, 3)
+
+    def forward(self, x):
+        """Rows of one datum are neighbours."""
+        tokens = torch.stack([x, 2 * x], 1).flatten(0, 1)
+        return self.layer(tokens).unflatten(0, (-1, 2)).sum(1)
+
+
 def test_rows_are_kept_of_wide_layers_with_one_row_per_datum():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 6), nn.Tanh(), nn.Linear(6, 3)).double()
@@ -112,6 +125,7 @@ def test_rows_are_kept_of_wide_layers_with_one_row_per_datum():
     assert input_factors(model, x).rows == (None,) * 4
     assert input_factors(model, x, rows_from=41).rows == (None,) * 4
     assert input_factors(Tokens().double(), x, rows_from=40).rows == (None,) * 4
+    assert input_factors(MergedTokens().double(), x, rows_from=40).rows == (None,) * 2
 
 
 def test_the_posterior_takes_more_folds_for_wide_layers_only():
@@ -136,7 +150,7 @@ def test_a_pool_gives_wide_layers_rows_up_to_half_their_inputs():
     options = {"n_curvature": 4, "n_input": 8}
     expected = {
         "uniform": [x[:2], x[4:6], x[2:4], x[6:8]],
-        "curvature": [x[0:6:2], x[1:6:2], x[6:7], x[7:8], x[8:20]],
+        "curvature": [x[0:6:2], x[6:7], x[1:6:2], x[7:8], x[8:20]],
     }
     for sampling, rows in expected.items():
         la = Laplace(
