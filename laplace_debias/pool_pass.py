@@ -72,7 +72,7 @@ class PoolPass:
         return f
 
     def rows(self) -> list[Tensor | None]:
-        """For each parameter the rows ``[n, d_in]`` of a wide layer, while they are few, or None."""
+        """For each parameter the rows ``[n, d_in]`` of a wide layer, no more than few, or None."""
         found: list[Tensor | None] = []
         for i, own in enumerate(zip(*(fold.rows for fold in self.A.values()), strict=True)):
             if any(part is None for part in own):
