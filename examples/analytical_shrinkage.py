@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from laplace_debias.crossfit import isotonic
+from laplace_debias.debias.folds import isotonic
 
 
 # %% Formula

@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.factors import decompose, reevaluate
-from laplace_debias.kfac import kfac_factors
-from laplace_debias.kfac_inputs import input_factors
+from laplace_debias.kfac.engine import kfac_factors
+from laplace_debias.kfac.factors import decompose, reevaluate
+from laplace_debias.kfac.input_factors import input_factors
 
 
 # %% What is timed

@@ -21,8 +21,8 @@ from laplace.curvature.asdl import AsdlGGN
 from laplace.curvature.curvlinops import CurvlinopsGGN
 from torch import Tensor, nn
 
-from laplace_debias.hook_backend import HookGGN
-from laplace_debias.kfac_inputs import input_factors
+from laplace_debias.kfac.backend import HookGGN
+from laplace_debias.kfac.input_factors import input_factors
 
 warnings.filterwarnings("ignore", message=".*(BatchNorm unsupported|non-full backward hook).*")
 

@@ -26,8 +26,8 @@ from laplace.utils.matrix import Kron, KronDecomposed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_debias.predictive import StructuredPredictor
-from laplace_debias.sweep import sweep_prior_precision
+from laplace_debias.evaluation.sweep import sweep_prior_precision
+from laplace_debias.predictive.predictor import StructuredPredictor
 
 OUTPUT = Path("outputs") / "bench_predictive.json"
 C = 10

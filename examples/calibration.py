@@ -22,11 +22,11 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_debias.calibration import evaluate
-from laplace_debias.compare import compare
-from laplace_debias.comparison import ComparisonResult
-from laplace_debias.factory import Laplace
-from laplace_debias.plots import plot_comparison, plot_reliability
+from laplace_debias.comparison.compare import compare
+from laplace_debias.comparison.result import ComparisonResult
+from laplace_debias.evaluation.evaluate import evaluate
+from laplace_debias.plots.evaluation import plot_comparison, plot_reliability
+from laplace_debias.posterior.factory import Laplace
 
 matplotlib.use("agg")
 

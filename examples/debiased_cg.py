@@ -18,8 +18,8 @@ from quadratics_setup import add_problem_flags, load_problem
 from torch import nn
 
 from laplace_debias.quadratics import Quadratic, cg, debiased_cg, partition
-from laplace_debias.quadratics.storage import Study, fingerprint
 from laplace_debias.quadratics.trajectory import TrajectoryMetrics, evaluate_trajectory
+from laplace_debias.storage.studies import Study, fingerprint
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from laplace_debias.quadratics import plots
+    from laplace_debias.plots import quadratics as plots
 
     rows = len(runs)
     figure, axes = plt.subplots(

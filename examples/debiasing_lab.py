@@ -26,12 +26,12 @@ from small_problems import Problem
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.cell_store import CellStore
-from laplace_debias.factors import eigh_float64
-from laplace_debias.hook_backend import HookGGN
-from laplace_debias.kfac import KFACFactors, kfac_factors
-from laplace_debias.kfac_inputs import InputFactors, input_factors
-from laplace_debias.sweep import sweep_prior_precision
+from laplace_debias.evaluation.sweep import sweep_prior_precision
+from laplace_debias.kfac.backend import HookGGN
+from laplace_debias.kfac.engine import KFACFactors, kfac_factors
+from laplace_debias.kfac.factors import eigh_float64
+from laplace_debias.kfac.input_factors import InputFactors, input_factors
+from laplace_debias.storage.cells import CellStore
 
 Curves = dict[str, list[float]]
 

@@ -31,9 +31,9 @@ from laplace.utils import KronDecomposed
 from small_problems import trained_problem
 from torch import Tensor, nn
 
-from laplace_debias.cell_store import CellStore
-from laplace_debias.crossfit import crossfit_factor, null_tolerance
-from laplace_debias.factors import eigh_float64
+from laplace_debias.debias.folds import crossfit_factor, null_tolerance
+from laplace_debias.kfac.factors import eigh_float64
+from laplace_debias.storage.cells import CellStore
 
 # %% One factor at a time
 # A rule turns a factor's means over parts of the data, their sizes and a generator into

@@ -44,18 +44,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.cell_store import CellStore
-from laplace_debias.crossfit_kron import crossfit_kron
-from laplace_debias.crossfit_options import even_parts
-from laplace_debias.crossfit_rows import few_rows_from
-from laplace_debias.kfac_inputs import InputFactors
-from laplace_debias.loss_hessian import mean_loss_hessian
-from laplace_debias.sampling import (
+from laplace_debias.debias.few_rows import few_rows_from
+from laplace_debias.debias.fold_blocks import crossfit_kron
+from laplace_debias.debias.options import even_parts
+from laplace_debias.debias.sampling import (
     DEFAULT_SHARE,
     curvature_order,
     curvature_scores,
     draw_weighted,
 )
+from laplace_debias.kfac.input_factors import InputFactors
+from laplace_debias.network.loss import mean_loss_hessian
+from laplace_debias.storage.cells import CellStore
 
 
 # %% The methods

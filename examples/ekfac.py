@@ -16,11 +16,11 @@ from laplace.utils import KronDecomposed
 from small_problems import Problem
 from torch import Tensor
 
-from laplace_debias.hook_backend import HookGGN
-from laplace_debias.loss_hessian import softmax_hessian_root
-from laplace_debias.predictive import StructuredPredictor
-from laplace_debias.sweep import default_grid, run_sweep
-from laplace_debias.sweep_metrics import fresh_metrics
+from laplace_debias.evaluation.sweep import default_grid, run_sweep
+from laplace_debias.evaluation.sweep_metrics import fresh_metrics
+from laplace_debias.kfac.backend import HookGGN
+from laplace_debias.network.loss import softmax_hessian_root
+from laplace_debias.predictive.predictor import StructuredPredictor
 
 
 # %% Curvature

@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     kfac, training, sizes = dependence(problem, args, path, options)
 
     matplotlib.use("Agg")
-    from laplace_debias.quadratics import plots
+    from laplace_debias.plots import quadratics as plots
 
     figures = {
         "visual_abstract": plots.plot_planes(*planes),

@@ -1,18 +1,22 @@
 """Debiased K-FAC Laplace approximations from mini-batches, for laplace-torch."""
 
-from laplace_debias.calibration import EvaluationError, evaluate
-from laplace_debias.compare import compare
-from laplace_debias.comparison import ComparisonResult
-from laplace_debias.crossfit_options import CrossfitOptions
-from laplace_debias.curvature_bias import CurvatureBias, LayerBias
-from laplace_debias.factory import Laplace
-from laplace_debias.hook_backend import HookEF, HookGGN
-from laplace_debias.kron_laplace import DebiasedKronLaplace, DebiasedKronLLLaplace
-from laplace_debias.layers import freeze_unsupported
-from laplace_debias.predictive import LinearizedPredictive, linearized_predictive
-from laplace_debias.reports import CalibrationReport, ClassificationReport, RegressionReport
-from laplace_debias.sweep import default_grid, sweep_prior_precision
-from laplace_debias.sweep_result import SweepResult
+from laplace_debias.comparison.compare import compare
+from laplace_debias.comparison.result import ComparisonResult
+from laplace_debias.debias.bias import CurvatureBias, LayerBias
+from laplace_debias.debias.options import CrossfitOptions
+from laplace_debias.evaluation.evaluate import EvaluationError, evaluate
+from laplace_debias.evaluation.reports import (
+    CalibrationReport,
+    ClassificationReport,
+    RegressionReport,
+)
+from laplace_debias.evaluation.sweep import default_grid, sweep_prior_precision
+from laplace_debias.evaluation.sweep_result import SweepResult
+from laplace_debias.kfac.backend import HookEF, HookGGN
+from laplace_debias.network.ownership import freeze_unsupported
+from laplace_debias.posterior.factory import Laplace
+from laplace_debias.posterior.kron import DebiasedKronLaplace, DebiasedKronLLLaplace
+from laplace_debias.predictive.predictor import LinearizedPredictive, linearized_predictive
 
 __all__ = [
     # the posterior

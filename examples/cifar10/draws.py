@@ -14,11 +14,11 @@ from data import Split
 from reference import factors_of, merged
 from torch import nn
 
-from laplace_debias.compare import Fit
-from laplace_debias.factors import DataFactors
-from laplace_debias.factory import Laplace
-from laplace_debias.from_factors import fit_from_factors
-from laplace_debias.kron_laplace import DebiasedKronLaplace
+from laplace_debias.comparison.compare import Fit
+from laplace_debias.kfac.factors import DataFactors
+from laplace_debias.posterior.factory import Laplace
+from laplace_debias.posterior.from_factors import fit_from_factors
+from laplace_debias.posterior.kron import DebiasedKronLaplace
 
 
 class NestedDraws:
@@ -87,5 +87,5 @@ class NestedDraws:
 
     @property
     def fits(self) -> dict[str, Fit]:
-        """Both methods by name, for `laplace_debias.compare.compare`."""
+        """Both methods by name, for `laplace_debias.comparison.compare.compare`."""
         return {"single": self.single, "debiased": self.debiased}

@@ -35,11 +35,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 from train import save_atomically
 
-from laplace_debias.compare import Fit, compare
-from laplace_debias.comparison import ComparisonResult, ComparisonRow
-from laplace_debias.factory import Laplace
-from laplace_debias.from_factors import fit_from_factors
-from laplace_debias.kron_laplace import DebiasedKronLaplace
+from laplace_debias.comparison.compare import Fit, compare
+from laplace_debias.comparison.result import ComparisonResult, ComparisonRow
+from laplace_debias.posterior.factory import Laplace
+from laplace_debias.posterior.from_factors import fit_from_factors
+from laplace_debias.posterior.kron import DebiasedKronLaplace
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 CROSSFIT = "crossfit-curvature"
@@ -219,7 +219,7 @@ def draw(result: ComparisonResult, out: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
-    from laplace_debias.plots import plot_comparison
+    from laplace_debias.plots.evaluation import plot_comparison
 
     for prefix in ("", *set_names(result)):
         names = ["accuracy", "nll", "ece"] + (["auroc"] if prefix not in ("", "train") else [])

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from train import save_atomically
 
-from laplace_debias.factors import DataFactors, merge
-from laplace_debias.fingerprints import model_hash
-from laplace_debias.kfac import kfac_factors
+from laplace_debias.kfac.engine import kfac_factors
+from laplace_debias.kfac.factors import DataFactors, merge
+from laplace_debias.storage.fingerprints import model_hash
 
 
 def merged(one: DataFactors | None, two: DataFactors) -> DataFactors:

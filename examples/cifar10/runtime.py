@@ -24,8 +24,8 @@ from reference import factors_of
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-from laplace_debias.factors import decompose, reevaluate, rescale
-from laplace_debias.fitting import Fitted
+from laplace_debias.debias.fitting import Fitted
+from laplace_debias.kfac.factors import decompose, reevaluate, rescale
 
 STAGES = ("construct", "decompose", "debias", "sample")
 Times = dict[str, dict[str, list[float]]]
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> Times:
     import matplotlib
 
     matplotlib.use("agg")
-    from laplace_debias.plots import plot_runtimes
+    from laplace_debias.plots.evaluation import plot_runtimes
 
     args = parse(argv)
     times = measure(args)

@@ -1,8 +1,8 @@
 """The shape of a mini-batch quadratic: its bias along directions, and debiased CG."""
 
+from laplace_debias.data.chunks import gather, partition
 from laplace_debias.quadratics.bias import DirectionalBias, choose_directions, directional_bias
 from laplace_debias.quadratics.cg import CGSolution, CGStatus, cg, debiased_cg
-from laplace_debias.quadratics.chunks import gather, partition
 from laplace_debias.quadratics.directions import (
     Eigenpairs,
     normalize_directions,

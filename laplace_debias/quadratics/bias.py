@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from laplace_debias.data.chunks import Chunk
 from laplace_debias.quadratics.cg import cg
-from laplace_debias.quadratics.chunks import Chunk
 from laplace_debias.quadratics.directions import top_eigenvectors
 from laplace_debias.quadratics.quadratic import Quadratic
-from laplace_debias.quadratics.storage import SavedResult, Study, fingerprint
+from laplace_debias.storage.studies import SavedResult, Study, fingerprint
 
 KINDS = ("slopes", "curvatures", "magnitudes")
 DIRECTIONS = ("eigenvectors", "cg")

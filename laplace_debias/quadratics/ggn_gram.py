@@ -19,7 +19,7 @@ from curvlinops import JacobianLinearOperator
 from torch import Tensor, nn
 from torch.func import jacrev, jvp, vmap
 
-from laplace_debias.quadratics.chunks import Chunk, batch_size
+from laplace_debias.data.chunks import Chunk, batch_size
 
 
 def loss_hessian_products(loss: nn.Module, outputs: Tensor, y: Tensor, V: Tensor) -> Tensor:

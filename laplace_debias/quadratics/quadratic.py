@@ -21,8 +21,8 @@ import torch
 from curvlinops import FisherType, GGNLinearOperator, HessianLinearOperator, KFACLinearOperator
 from torch import Tensor, nn
 
-from laplace_debias.model_state import evaluation_mode
-from laplace_debias.quadratics.chunks import Chunk, Chunks, batch_size
+from laplace_debias.data.chunks import Chunk, Chunks, batch_size
+from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.quadratics.directions import normalize_directions
 from laplace_debias.quadratics.ggn_gram import ggn_gram
 from laplace_debias.quadratics.restriction import RestrictedQuadratic

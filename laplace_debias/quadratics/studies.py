@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from laplace_debias.data.chunks import Chunk, gather, partition
 from laplace_debias.quadratics.bias import DirectionalBias, choose_directions, directional_bias
-from laplace_debias.quadratics.chunks import Chunk, gather, partition
 from laplace_debias.quadratics.quadratic import Quadratic
-from laplace_debias.quadratics.storage import SavedResult, Study, fingerprint
+from laplace_debias.storage.studies import SavedResult, Study, fingerprint
 
 
 @dataclass(frozen=True)

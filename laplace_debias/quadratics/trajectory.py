@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from laplace_debias.model_state import evaluation_mode
-from laplace_debias.quadratics.chunks import Chunk, Chunks
-from laplace_debias.quadratics.storage import SavedResult
+from laplace_debias.data.chunks import Chunk, Chunks
+from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.storage.studies import SavedResult
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Methods against each other, at equal budgets and over many draws."""

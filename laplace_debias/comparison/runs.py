@@ -1,0 +1,147 @@
+"""Predictions of a comparison's methods, and their metrics on every evaluation set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from laplace.baselaplace import KronLaplace
+from torch import Tensor, nn
+
+from laplace_debias.data.reading import unpack
+from laplace_debias.evaluation.metrics import CalibrationMetrics, entropy_auroc
+from laplace_debias.evaluation.sweep import batches
+from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.predictive.links import class_probabilities, needs_diagonal_only
+from laplace_debias.predictive.predictor import StructuredPredictor
+from laplace_debias.predictive.shared import SharedPredictor
+
+__all__ = ["evaluate_sets", "laplace_run", "vanilla_run"]
+
+_METRICS = ("accuracy", "nll", "ece", "brier", "mean_entropy")
+# reads a loader and hands over (i, probabilities [n, C], labels [n]) for each prediction i
+Update = Callable[[int, Tensor, Tensor], None]
+Run = Callable[[Iterable[Any], Update], None]
+
+
+def vanilla_run(model: nn.Module, key_y: str = "labels") -> Run:
+    """Predictions of the plain model.
+
+    Args:
+        model: A classifier.
+        key_y: Key of the labels in mini-batches that are mappings.
+
+    Example:
+        >>> run = vanilla_run(nn.Linear(2, 3))
+        >>> run([(torch.ones(4, 2), torch.zeros(4))], lambda i, probs, y: print(i, probs.shape))
+        0 torch.Size([4, 3])
+    """
+
+    @torch.no_grad()
+    def run(loader: Iterable[Any], update: Update) -> None:
+        device = next(model.parameters()).device
+        with evaluation_mode(model):
+            for batch in loader:
+                X, y = unpack(batch, device, key_y)
+                update(0, model(X).softmax(-1), y)
+
+    return run
+
+
+def laplace_run(
+    las: list[KronLaplace], grid: list[float], link_approx: str, n_samples: int, seed: int
+) -> Run:
+    """Predictions of the linearised network for every posterior and prior precision.
+
+    Every set starts from the same random numbers, whatever the posterior.
+
+    Args:
+        las: Fitted approximations around the same model, which share the passes through it.
+        grid: The k prior precisions.
+        link_approx: See :mod:`laplace_debias.predictive.links`.
+        n_samples: Number of samples for ``"mc"``.
+        seed: Decides the random numbers.
+
+    Returns:
+        A run whose predictions are numbered ``posterior * k + i``.
+    """
+    shared = SharedPredictor([StructuredPredictor(la, grid, keep_graph=False) for la in las])
+    diagonal = needs_diagonal_only(link_approx)
+
+    @torch.no_grad()
+    def run(loader: Iterable[Any], update: Update) -> None:
+        generators = [torch.Generator(la._device).manual_seed(seed) for la in las]
+        for x, y in batches(las[0], loader):
+            results = zip(shared(x, diagonal), generators, strict=True)
+            for number, (result, generator) in enumerate(results):
+                probs = class_probabilities(
+                    result.mean,
+                    result.covariance,
+                    link_approx,
+                    diagonal=diagonal,
+                    n_samples=n_samples,
+                    generator=generator,
+                )
+                for i, one in enumerate(probs, number * len(grid)):
+                    update(i, one, y)
+
+    return run
+
+
+def evaluate_sets(
+    run: Run, sets: dict[str, Iterable[Any]], k: int, n_bins: int
+) -> list[dict[str, float]]:
+    """Metrics of k predictions on every set.
+
+    Args:
+        run: Makes the predictions.
+        sets: Loaders by the prefix of their metrics; the test set comes first and has none.
+        k: Number of predictions per datum.
+        n_bins: Number of bins of the ECE.
+
+    Returns:
+        Metrics by name, for each of the k predictions.
+
+    Raises:
+        ValueError: If a set is empty.
+    """
+    values: list[dict[str, float]] = [{} for _ in range(k)]
+    id_entropies: list[Tensor] = []
+    for prefix, loader in sets.items():
+        metrics = [CalibrationMetrics(n_bins) for _ in range(k)]
+        # a bare tensor has no labels: an array of shape [n, 0] stands for them
+        pairs = ((b, torch.empty(len(b), 0)) if isinstance(b, Tensor) else b for b in loader)
+
+        def update(i: int, probs: Tensor, y: Tensor, metrics: list = metrics) -> None:
+            if y.shape[1:] == (0,):
+                metrics[i].update_ood(probs)
+            else:
+                metrics[i].update(probs, y)
+
+        run(pairs, update)
+        for i, metric in enumerate(metrics):
+            values[i] |= _set_values(metric, prefix, id_entropies[i] if prefix else None)
+        id_entropies = id_entropies or [metric.entropies for metric in metrics]
+    return values
+
+
+def _set_values(
+    metric: CalibrationMetrics, prefix: str, id_entropies: Tensor | None
+) -> dict[str, float]:
+    """Numbers of one set, named with its prefix."""
+    if metric.n_data + (metric.n_ood if prefix else 0) == 0:
+        name = f"the OOD loader '{prefix}'" if prefix else "`test_loader`"
+        expected = "datum" if prefix else "labelled datum"
+        raise ValueError(
+            f"Expected at least one {expected} in {name}, got none. Remedy: check its dataset."
+        )
+    values: dict[str, float] = {}
+    if metric.n_data:
+        report = metric.compute()
+        values = {name: getattr(report, name) for name in _METRICS}
+    if id_entropies is not None:
+        ood_entropies = metric.entropies if metric.n_data else metric.ood_entropies
+        values["mean_entropy"] = ood_entropies.double().mean().item()
+        values["auroc"] = entropy_auroc(id_entropies, ood_entropies)
+    return {f"{prefix}_{name}" if prefix else name: value for name, value in values.items()}

@@ -1,0 +1,1 @@
+"""Where data come from: inputs, the reader, pools, chunks."""

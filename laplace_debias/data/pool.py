@@ -1,0 +1,172 @@
+"""Where the data of a cross-fitted posterior come from: a dataset by index, or a stream.
+
+Map-style: the positions that the loader's sampler yields are the pool, and drawn data are fetched
+again by index. Stream: whatever else can be iterated, in one pass, which keeps only what its
+reservoirs hold.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from laplace_debias.data.reading import as_batches, unpack
+from laplace_debias.network.capture import Inputs, take
+
+__all__ = ["MapStyle", "concatenate", "is_map_style", "segments", "unpacked"]
+
+Batch = tuple[Inputs, Tensor]
+
+
+def is_map_style(loader: Iterable[Any]) -> bool:
+    """Whether drawn data can be fetched again by their position in a dataset.
+
+    Args:
+        loader: A loader, or any iterable of mini-batches.
+
+    Returns:
+        ``True`` for a ``DataLoader`` over a map-style dataset that makes mini-batches itself.
+
+    Example:
+        >>> is_map_style(DataLoader(range(4), batch_size=2)), is_map_style([])
+        (True, False)
+    """
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.batch_sampler is not None
+    )
+
+
+class MapStyle:
+    """One epoch's order of a map-style loader, readable by position.
+
+    Args:
+        loader: A ``DataLoader`` over a map-style dataset. Its sampler is asked for one epoch, so a
+            shuffled loader gives a random pool and a sampler over a subset stays within it.
+        limit: How many data the pool holds at most.
+        generator: Seeds the workers that read, if any; the global one by default.
+
+    Example:
+        >>> pool = MapStyle(DataLoader(range(10), batch_size=4), limit=6)
+        >>> len(pool), [batch.tolist() for batch in pool.read()]
+        (6, [[0, 1, 2, 3], [4, 5]])
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        limit: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.loader, self.generator, self.positions = loader, generator, []
+        self.batch_size = 0
+        for batch in loader.batch_sampler:
+            self.batch_size = self.batch_size or len(batch)
+            self.positions += batch
+            if limit is not None and len(self.positions) >= limit:
+                self.positions = self.positions[:limit]
+                break
+
+    def __len__(self) -> int:
+        """Number of data in the pool."""
+        return len(self.positions)
+
+    def read(self, rows: Sequence[int] | None = None, at_once: int = 1) -> Iterator[Any]:
+        """Read mini-batches of some rows of the pool, or of all, as the loader would.
+
+        Args:
+            rows: Rows of the pool, in the order wanted.
+            at_once: How many mini-batches of the loader make one.
+
+        Returns:
+            An iterator over mini-batches.
+        """
+        positions = self.positions if rows is None else [self.positions[i] for i in rows]
+        return iter(
+            DataLoader(
+                Subset(self.loader.dataset, positions),
+                batch_size=at_once * self.batch_size,
+                num_workers=self.loader.num_workers,
+                collate_fn=self.loader.collate_fn,
+                pin_memory=self.loader.pin_memory,
+                generator=self.generator,
+            )
+        )
+
+
+def unpacked(batches: Iterable[Any], device: torch.device, dict_key_y: str) -> Iterator[Batch]:
+    """Inputs and targets of mini-batches on a device.
+
+    Args:
+        batches: A loader, any iterable of mini-batches, or one mini-batch ``(X, y)``.
+        device: Device of the model.
+        dict_key_y: Key of the targets in a mapping.
+
+    Yields:
+        ``(X, y)``; X is the mapping itself for mappings, with the targets left in it.
+
+    Example:
+        >>> batch = (torch.ones(2, 3), torch.zeros(2))
+        >>> [len(y) for _, y in unpacked([batch], torch.device("cpu"), "y")]
+        [2]
+    """
+    for batch in as_batches(batches):
+        yield unpack(batch, device, dict_key_y)
+
+
+def segments(
+    batches: Iterable[Batch], sizes: Sequence[int], key: str
+) -> Iterator[tuple[int, Inputs, Tensor]]:
+    """Cut a stream of mini-batches into consecutive segments of given sizes.
+
+    What comes after the last segment gets the number ``len(sizes)``.
+
+    Args:
+        batches: Mini-batches ``(X, y)``.
+        sizes: Numbers of data in the segments.
+        key: Key of the inputs in a mapping.
+
+    Yields:
+        Segment number, inputs and targets of pieces, in order.
+
+    Example:
+        >>> stream = [(torch.arange(3), torch.arange(3)), (torch.arange(3), torch.arange(3))]
+        >>> [(i, y.tolist()) for i, _, y in segments(stream, [2, 2], "x")]
+        [(0, [0, 1]), (1, [2]), (1, [0]), (2, [1, 2])]
+    """
+    bounds, seen = torch.tensor([0, *sizes]).cumsum(0).tolist(), 0
+    for X, y in batches:
+        cuts = [0, *(b - seen for b in bounds[1:] if 0 < b - seen < len(y)), len(y)]
+        for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+            number = sum(seen + start >= b for b in bounds[1:])
+            rows = slice(start, stop)
+            yield number, take(X, rows, key), y[rows]
+        seen += len(y)
+
+
+def concatenate(parts: Sequence[Inputs]) -> Inputs:
+    """Put inputs of several data together.
+
+    Args:
+        parts: Tensors, or mappings of tensors with one row per datum.
+
+    Returns:
+        A tensor, or a mapping like the first one.
+
+    Example:
+        >>> concatenate([torch.zeros(1, 2), torch.ones(2, 2)]).shape
+        torch.Size([3, 2])
+    """
+    if not isinstance(parts[0], MutableMapping):
+        return torch.cat(list(parts))
+    whole = copy.copy(parts[0])
+    for name, value in parts[0].items():
+        if isinstance(value, Tensor) and value.ndim:
+            whole[name] = torch.cat([part[name] for part in parts])
+    return whole

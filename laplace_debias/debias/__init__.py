@@ -1,0 +1,1 @@
+"""From factors to a spectrum: directions from some data, curvatures from others."""

@@ -1,0 +1,104 @@
+"""A posterior's curvature from folds: every Kronecker factor cross-fitted on its own data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from laplace_debias.debias.few_rows import ROW_FOLDS, crossfit_rows
+from laplace_debias.debias.fitting import Fitted
+from laplace_debias.debias.folds import crossfit_spectrum
+from laplace_debias.kfac.engine import KFACFactors
+from laplace_debias.kfac.factors import eigh_float64, same_output
+from laplace_debias.kfac.input_factors import InputFactors
+
+__all__ = ["crossfit_kron"]
+
+
+def crossfit_kron(
+    outputs: Sequence[KFACFactors],
+    inputs: Sequence[InputFactors] | None = None,
+    *,
+    n_data: int,
+    output_hessian: Tensor | None = None,
+    rows: Sequence[Tensor | None] | None = None,
+) -> Fitted:
+    """Cross-fitted curvature of N data from folds of a few.
+
+    Output factors B come from the folds `outputs`, scaled by `n_data` over their number of data,
+    and input factors A from the folds `inputs`, which may be other data, more data and another
+    number of folds. Each factor is cross-fitted on its own
+    (`crossfit_factor`), and a block's eigenvalues are the products of its
+    factors' eigenvalues. An input factor whose rows were kept is cut into `ROW_FOLDS` folds at
+    least (`crossfit_rows`).
+
+    Args:
+        outputs: Factors of each fold; their sums over data stand for `n_data` data.
+        inputs: Input factors of each fold; by default those within `outputs`.
+        n_data: Number N of data that the curvature stands for.
+        output_hessian: Mean loss Hessian `[C, C]` over a large pool. It is B of the layer at the
+            network's output, if `inputs` know one, and replaces what the few data of the folds
+            give.
+        rows: For each parameter the input rows `[n, d_in]` of a wide layer, or None. They may be of
+            more data than `inputs`, whose A they replace; by default those that `inputs` kept.
+
+    Returns:
+        The decomposition, one block per parameter: eigenvectors of the pooled factors in the
+        factors' type, their eigenvalues and the cross-fitted ones in float64.
+
+    Raises:
+        ValueError: With fewer than two folds, folds of different parameters, or factors with NaN.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from laplace_debias.kfac.engine import kfac_factors
+        >>> model, x = nn.Linear(3, 2), torch.randn(20, 3)
+        >>> folds = [kfac_factors(model, part, likelihood="regression") for part in x.split(10)]
+        >>> fitted = crossfit_kron(folds, n_data=1000)
+        >>> [[len(lam) for lam in block] for block in fitted.lam_tilde]
+        [[2, 3], [2]]
+    """
+    names = {fold.names for fold in (*outputs, *(inputs or ()))}
+    if len(names) != 1:
+        raise ValueError(
+            f"Expected folds of the same parameters, got {len(names)} different sets. Remedy: "
+            "compute all folds with the same model and the same `params`."
+        )
+    sizes = [fold.n_data for fold in outputs]
+    if rows is None and inputs is not None:
+        rows = [
+            None if any(part is None for part in parts) else torch.cat(parts)
+            for parts in zip(*(fold.rows for fold in inputs), strict=True)
+        ]
+    Q, lam, lam_tilde = [], [], []
+    previous: list[tuple[Tensor, ...]] = [() for _ in outputs]
+    for i, name in enumerate(outputs[0].names):
+        at_output = inputs is not None and all(fold.is_output[i] for fold in inputs)
+        if output_hessian is not None and at_output:
+            exact, vectors = eigh_float64(output_hessian, f"B of {name}")
+            exact = n_data * exact.clamp(min=0)
+            parts = [(vectors, exact, exact)]
+        else:
+            blocks = [fold.blocks[i] for fold in outputs]
+            if not all(map(same_output, blocks, previous)):
+                B = [n_data / fold.n_data * fold.blocks[i][0] for fold in outputs]
+                B_part = crossfit_spectrum(B, sizes, name=f"B of {name}")
+            parts, previous = [B_part], blocks
+        if inputs is not None and inputs[0].A[i] is not None:
+            if rows[i] is not None:
+                n_folds = max(ROW_FOLDS, len(inputs))
+                parts.append(crossfit_rows(rows[i], n_folds, name=f"A of {name}"))
+            else:
+                A_sizes, A = [fold.n_data for fold in inputs], [fold.A[i] for fold in inputs]
+                parts.append(crossfit_spectrum(A, A_sizes, name=f"A of {name}"))
+        elif inputs is None and len(outputs[0].blocks[i]) == 2:
+            A = [fold.blocks[i][1] for fold in outputs]
+            parts.append(crossfit_spectrum(A, sizes, name=f"A of {name}"))
+        dtype = outputs[0].blocks[i][0].dtype
+        Q.append([part[0].to(dtype) for part in parts])
+        lam.append([part[1] for part in parts])
+        lam_tilde.append([part[2] for part in parts])
+    return Fitted(Q, lam, lam_tilde, curvatures=[])

@@ -1,0 +1,133 @@
+"""What a cross-fitted posterior is fitted on: folds, and which data serve which factor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from laplace_debias.debias.sampling import checked_scores
+
+__all__ = ["CrossfitOptions", "even_parts"]
+
+SAMPLINGS = ("uniform", "curvature")
+
+
+@dataclass(frozen=True)
+class CrossfitOptions:
+    """Options of ``debias="crossfit"``.
+
+    Attributes:
+        n_folds: Number K of folds.
+        sampling: ``"uniform"`` takes data as the loader yields them; ``"curvature"`` scores a pool
+            by a forward pass and draws by score.
+        n_curvature: Number M of data with backward passes, for the output factors. By default K
+            mini-batches.
+        n_input: Number of data for the input factors, forward passes only. By default M
+            (uniform) or 4 M (curvature). Linear layers of at least ``2 * n_input`` inputs that see
+            one row per datum take the rows of more scored data, up to half their number of inputs.
+        n_pool: Number of data that are scored, by default 16 M or all there are. At least
+            ``n_input`` are.
+        scores: Non-negative scores of all data of the dataset, which replace the scoring pass
+            (curvature, map-style datasets only).
+        generator: Source of the draws.
+
+    Raises:
+        ValueError: If a number or a combination is impossible.
+
+    Example:
+        >>> CrossfitOptions(sampling="curvature", n_curvature=32).resolved(batch_size=100).n_pool
+        512
+    """
+
+    n_folds: int = 2
+    sampling: str = "uniform"
+    n_curvature: int | None = None
+    n_input: int | None = None
+    n_pool: int | None = None
+    scores: Tensor | Sequence[float] | None = None
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without data."""
+        if self.sampling not in SAMPLINGS:
+            raise ValueError(
+                f"Expected `sampling` to be one of {SAMPLINGS}, got {self.sampling!r}. Remedy: "
+                "'curvature' for classifiers, 'uniform' otherwise."
+            )
+        for name in ("n_folds", "n_curvature", "n_input", "n_pool"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ValueError(
+                    f"Expected `{name}` to be a whole number, got {value!r}. Remedy: pass an int."
+                )
+        if self.n_folds < 2:
+            raise ValueError(
+                f"Expected `n_folds` of at least 2, got {self.n_folds}: each fold measures along "
+                "directions that the others chose. Remedy: n_folds=2."
+            )
+        for name in ("n_curvature", "n_input", "n_pool"):
+            value = getattr(self, name)
+            if value is not None and value < self.n_folds:
+                raise ValueError(
+                    f"Expected `{name}` of at least `n_folds`={self.n_folds}, got {value}. Remedy: "
+                    "pass a larger number, or leave it out."
+                )
+        if self.sampling == "uniform" and (self.n_pool is not None or self.scores is not None):
+            raise ValueError(
+                "Expected no `n_pool` and no `scores` with sampling='uniform', which scores "
+                "nothing, got some. Remedy: sampling='curvature'."
+            )
+        if self.scores is not None:
+            object.__setattr__(self, "scores", checked_scores(torch.as_tensor(self.scores)))
+        if None not in (self.n_pool, self.n_curvature) and self.n_pool < self.n_curvature:
+            raise ValueError(
+                f"Expected a pool of at least `n_curvature`={self.n_curvature} data to draw from, "
+                f"got n_pool={self.n_pool}. Remedy: score more data, or draw fewer."
+            )
+
+    def resolved(self, batch_size: int) -> CrossfitOptions:
+        """The same options with every default replaced by its number.
+
+        Args:
+            batch_size: Number of data in the first mini-batch.
+
+        Returns:
+            Options without ``None`` (but for ``scores`` and ``generator``).
+        """
+        M = self.n_curvature or self.n_folds * batch_size
+        n_input = self.n_input or (4 * M if self.sampling == "curvature" else M)
+        n_pool = max(self.n_pool or 16 * M, n_input)
+        return CrossfitOptions(
+            self.n_folds,
+            self.sampling,
+            M,
+            n_input,
+            n_pool if self.sampling == "curvature" else None,
+            self.scores,
+            self.generator,
+        )
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Names of the options, as the constructors of the posteriors take them."""
+        return tuple(f.name for f in fields(cls))
+
+
+def even_parts(n: int, k: int) -> list[int]:
+    """Cut n into k whole numbers that differ by one at most.
+
+    Args:
+        n: The number.
+        k: How many parts.
+
+    Returns:
+        The parts, larger ones first.
+
+    Example:
+        >>> even_parts(10, 4)
+        [3, 3, 2, 2]
+    """
+    return [n // k + (i < n % k) for i in range(k)]

@@ -1,0 +1,84 @@
+"""One forward pass over a pool of data: input factors, outputs for the scores, and the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from laplace_debias.data.reading import check_targets
+from laplace_debias.debias.few_rows import few_rows_from, most_few_rows
+from laplace_debias.debias.options import CrossfitOptions
+from laplace_debias.kfac.counted import Network
+from laplace_debias.kfac.input_factors import InputFactors
+from laplace_debias.network.capture import Inputs, take
+from laplace_debias.network.loss import loss_sum
+
+__all__ = ["PoolPass"]
+
+
+@dataclass
+class PoolPass:
+    """What one forward pass over a pool yields; mini-batches are added one by one.
+
+    Attributes:
+        network: The network, which counts its passes.
+        options: Folds and numbers of data, without ``None``.
+        key: Key of the inputs in a mapping.
+        A: Input factors of each fold.
+        more_rows: Input rows of wide layers beyond ``n_input`` data, of each mini-batch.
+        outputs: Outputs ``[n, C]`` of each mini-batch.
+        loss: Sum of the losses.
+    """
+
+    network: Network
+    options: CrossfitOptions
+    key: str
+    A: dict[int, InputFactors] = field(default_factory=dict)
+    more_rows: list[tuple[Tensor | None, ...]] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    loss: Tensor | float = 0.0
+
+    def add(self, X: Inputs, y: Tensor) -> Tensor:
+        """Pass a mini-batch; the first ``n_input`` data serve the input factors, in all folds.
+
+        Layers of so many inputs that ``n_input`` rows are few for them take rows of further data as
+        well, as long as they are few: the pass that scores these data yields them anyway.
+        """
+        K, seen = self.options.n_folds, sum(map(len, self.outputs))
+        stop = max(0, min(len(y), self.options.n_input - seen))
+        parts: list[tuple[slice, Tensor]] = []
+        for k in range(K):  # every K-th datum of the pool
+            rows = slice((k - seen) % K, stop, K)
+            if rows.start < stop:
+                new = self.network.inputs(
+                    take(X, rows, self.key), few_rows_from(self.options.n_input)
+                )
+                self.A[k] = self.A[k] + new if k in self.A else new
+                parts.append((rows, new.outputs))
+        if stop < len(y):
+            rows = slice(stop, len(y))
+            least = few_rows_from(max(seen + stop + 1, self.options.n_input))
+            f, more = self.network.rows(take(X, rows, self.key), least)
+            self.more_rows.append(more)
+            parts.append((rows, f))
+        f = parts[0][1].new_empty(len(y), *parts[0][1].shape[1:])
+        for rows, part in parts:
+            f[rows] = part
+        check_targets(y, f.shape, self.network.likelihood)
+        self.outputs.append(f)
+        self.loss = self.loss + loss_sum(f, y, self.network.likelihood)
+        return f
+
+    def rows(self) -> list[Tensor | None]:
+        """For each parameter the rows ``[n, d_in]`` of a wide layer, no more than few, or None."""
+        found: list[Tensor | None] = []
+        for i, own in enumerate(zip(*(fold.rows for fold in self.A.values()), strict=True)):
+            if any(part is None for part in own):
+                found.append(None)
+                continue
+            more = [batch[i] for batch in self.more_rows if batch[i] is not None]
+            rows = torch.cat([*own, *more])
+            found.append(rows[: most_few_rows(rows.shape[1])])
+        return found

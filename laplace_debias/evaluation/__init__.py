@@ -1,0 +1,1 @@
+"""Is the uncertainty any good? Metrics, reports, sweeps over the prior precision."""

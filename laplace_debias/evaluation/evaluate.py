@@ -1,0 +1,257 @@
+"""Is the uncertainty any good? Evaluate a Laplace approximation, or a plain model, on a loader.
+
+Regression predictions are Gaussian, with the predictive (co)variance of the functions plus the
+observation noise; a plain model has no function variance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from laplace.baselaplace import BaseLaplace
+from laplace.utils.enums import Likelihood
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from laplace_debias.data.reading import as_batches, unpack
+from laplace_debias.evaluation.metrics import CalibrationMetrics
+from laplace_debias.evaluation.regression_metrics import RegressionMetrics
+from laplace_debias.evaluation.reports import CalibrationReport
+from laplace_debias.network.preserve import evaluation_mode
+
+__all__ = ["EvaluationError", "evaluate"]
+
+_Inputs = Tensor | MutableMapping[str, Any]
+
+
+class EvaluationError(ValueError):
+    """An evaluation could not be finished; what was finished is kept.
+
+    Attributes:
+        partial: The report of the mini-batches before the one that failed, or ``None`` if there
+            was none. If only the OOD loader failed, the in-distribution part is complete.
+    """
+
+    def __init__(self, message: str, partial: CalibrationReport | None) -> None:
+        """Keep the partial report beside the message."""
+        super().__init__(message)
+        self.partial = partial
+
+
+def evaluate(
+    predictor: BaseLaplace | nn.Module,
+    loader: Iterable[Any],
+    *,
+    ood_loader: Iterable[Any] | None = None,
+    likelihood: str | None = None,
+    pred_type: str | None = None,
+    link_approx: str = "probit",
+    n_samples: int = 100,
+    sigma_noise: float = 1.0,
+    n_bins: int = 15,
+    generator: torch.Generator | None = None,
+    progress_bar: bool = False,
+) -> CalibrationReport:
+    """Evaluate predictive probabilities, or Gaussian predictions, on a loader.
+
+    The data are read once, in evaluation mode; modes and the global random state (if a
+    ``generator`` is given) are as before afterwards.
+
+    Args:
+        predictor: A fitted Laplace approximation, ours or laplace-torch's, or a plain model: the
+            MAP baseline, whose outputs are logits (classification) or means (regression).
+        loader: Mini-batches ``(X, y)``, or mappings with the targets under ``dict_key_y`` of the
+            Laplace approximation (``"labels"`` for a plain model).
+        ood_loader: Out-of-distribution inputs, for classification: mini-batches ``(X, y)``, whose
+            ``y`` is ignored, or mappings, or tensors ``X``.
+        likelihood: ``"classification"`` or ``"regression"``, for a plain model (classification if
+            not given). A Laplace approximation knows its own.
+        pred_type: ``"glm"`` or ``"nn"``, as laplace-torch; its own default if not given.
+        link_approx: ``"probit"``, ``"mc"``, ``"bridge"`` or ``"bridge_norm"``, as laplace-torch.
+        n_samples: Number of samples for ``link_approx="mc"`` or ``pred_type="nn"``.
+        sigma_noise: Standard deviation of a plain regression model's observation noise. A Laplace
+            approximation has its own.
+        n_bins: Number of bins of the ECE.
+        generator: Makes sampled predictions reproducible. It is advanced by one draw.
+        progress_bar: Show a progress bar.
+
+    Returns:
+        A `ClassificationReport` or a `RegressionReport`.
+
+    Raises:
+        EvaluationError: If a loader is empty, or a mini-batch or its predictions are invalid (not
+            probabilities, labels out of range, other shapes). Its ``partial`` holds the report of
+            everything before.
+        ValueError: If the arguments do not fit together.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> report = evaluate(model, [(torch.zeros(4, 3), torch.tensor([0, 1, 0, 1]))])
+        >>> report.n_data, report.accuracy
+        (4, 0.5)
+    """
+    is_laplace = isinstance(predictor, BaseLaplace)
+    if not is_laplace and not isinstance(predictor, nn.Module):
+        raise ValueError(
+            "Expected a fitted Laplace approximation or an nn.Module, got "
+            f"{type(predictor).__name__}. Remedy: feed `CalibrationMetrics` with probabilities of "
+            "any other origin."
+        )
+    if is_laplace:
+        _check_laplace(predictor, likelihood)
+        model, likelihood = predictor.model, Likelihood(predictor.likelihood).value
+        device, key_y = predictor._device, predictor.dict_key_y
+        predict = _laplace_predictor(predictor, likelihood, pred_type, link_approx, n_samples)
+    else:
+        likelihood = likelihood or "classification"
+        model, key_y = predictor, "labels"
+        first = next(iter([*model.parameters(), *model.buffers()]), torch.empty(0))
+        device = first.device
+        predict = _plain_predictor(model, likelihood, sigma_noise)
+    if likelihood not in ("classification", "regression"):
+        raise ValueError(
+            f"Expected the likelihood 'classification' or 'regression', got {likelihood!r}."
+        )
+    if likelihood == "regression" and ood_loader is not None:
+        raise ValueError(
+            "Expected no `ood_loader` for a regression, whose report has no OOD part; got one. "
+            "Remedy: evaluate it as a loader of its own."
+        )
+    metrics = CalibrationMetrics(n_bins) if likelihood == "classification" else RegressionMetrics()
+    shapes: set[torch.Size] = set()
+    with evaluation_mode(model), _weights_kept(model), _seeded(generator, device):
+        with _keeping(metrics, "loader", lambda: metrics.n_data):
+            for batch in tqdm(as_batches(loader), "evaluate", disable=not progress_bar):
+                X, y = unpack(batch, device, key_y)
+                shapes |= {X.shape[1:]} if isinstance(X, Tensor) else set()
+                metrics.update(*predict(X), y)
+        if ood_loader is not None:
+            with _keeping(metrics, "ood_loader", lambda: metrics.n_ood):
+                for batch in tqdm(ood_loader, "evaluate OOD", disable=not progress_bar):
+                    X = _ood_inputs(batch, device)
+                    _check_shape(X, shapes)
+                    metrics.update_ood(*predict(X))
+    return metrics.compute()
+
+
+def _check_laplace(la: BaseLaplace, likelihood: str | None) -> None:
+    """Raise if the approximation is not fitted, or the likelihood is not its own."""
+    if getattr(la, "n_data", None) == 0:
+        raise ValueError(
+            f"Expected a fitted {type(la).__name__}, got one that has seen no data. Remedy: call "
+            "`la.fit(train_loader)` first."
+        )
+    if likelihood is not None and likelihood != la.likelihood:
+        raise ValueError(
+            f"Expected no `likelihood`, or that of the Laplace approximation "
+            f"({Likelihood(la.likelihood).value!r}), got {likelihood!r}. Remedy: leave it out."
+        )
+
+
+def _laplace_predictor(
+    la: BaseLaplace, likelihood: str, pred_type: str | None, link_approx: str, n_samples: int
+) -> Callable[[_Inputs], tuple[Tensor, ...]]:
+    """Map inputs to ``(probs,)``, or to means and covariances with observation noise."""
+    kwargs: dict[str, Any] = {"n_samples": n_samples}
+    if pred_type is not None:
+        kwargs["pred_type"] = pred_type
+    if likelihood == "classification":
+        link_approx = "mc" if pred_type == "nn" else link_approx  # the only one there is for it
+        return lambda X: (la(X, link_approx=link_approx, **kwargs),)
+
+    def predict(X: _Inputs) -> tuple[Tensor, Tensor]:
+        mean, variance = la(X, **kwargs)  # [N, D] and [N, D] or [N, D, D]
+        noise = torch.as_tensor(la.sigma_noise).to(mean).square().expand(mean.shape[-1])
+        return mean, variance + (noise if variance.ndim == 2 else torch.diag(noise))
+
+    return predict
+
+
+def _plain_predictor(
+    model: nn.Module, likelihood: str, sigma_noise: float
+) -> Callable[[_Inputs], tuple[Tensor, ...]]:
+    """Map inputs to the MAP model's ``(probs,)``, or to means and the noise variance."""
+
+    @torch.no_grad()
+    def predict(X: _Inputs) -> tuple[Tensor, ...]:
+        output = model(X)
+        if likelihood == "classification":
+            return (output.softmax(-1),)
+        return output, torch.full_like(output, sigma_noise**2)
+
+    return predict
+
+
+def _ood_inputs(batch: Any, device: torch.device) -> _Inputs:
+    """Inputs of an OOD mini-batch, which need not have targets."""
+    if isinstance(batch, (tuple, list)) and batch:
+        batch = batch[0]
+    if not isinstance(batch, (Tensor, MutableMapping)):
+        raise ValueError(
+            "Expected OOD mini-batches `(X, y)`, mappings or tensors, got "
+            f"{type(batch).__name__}. Remedy: let the loader's `collate_fn` return one of them."
+        )
+    return batch.to(device) if isinstance(batch, Tensor) else batch
+
+
+def _check_shape(X: _Inputs, shapes: set[torch.Size]) -> None:
+    """Raise if all in-distribution inputs have one shape and the OOD inputs another."""
+    if isinstance(X, Tensor) and len(shapes) == 1 and X.shape[1:] not in shapes:
+        raise ValueError(
+            f"Expected OOD inputs of the in-distribution shape {['N', *next(iter(shapes))]}, got "
+            f"{list(X.shape)}. Remedy: resize or crop them to it."
+        )
+
+
+@contextmanager
+def _keeping(
+    metrics: CalibrationMetrics | RegressionMetrics, name: str, count: Callable[[], int]
+) -> Iterator[None]:
+    """Turn an invalid or missing mini-batch into an error that keeps the report so far."""
+    try:
+        yield
+        if count() == 0:
+            raise ValueError(
+                "expected at least one datum, got an empty loader. Remedy: check its dataset, and "
+                "`drop_last` with a `batch_size` larger than the dataset"
+            )
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        partial = metrics.compute() if metrics.n_data else None
+        raise EvaluationError(
+            f"`{name}` failed after {count()} data: {error} (What was evaluated before is in this "
+            "error's `partial`.)",
+            partial,
+        ) from error
+
+
+@contextmanager
+def _weights_kept(model: nn.Module) -> Iterator[None]:
+    """Put the parameters' own tensors back.
+
+    laplace-torch's ``"nn"`` predictive replaces them by views of samples and of its mean.
+    """
+    kept = [(param, param.data) for param in model.parameters()]
+    try:
+        yield
+    finally:
+        for param, data in kept:
+            param.data = data
+
+
+@contextmanager
+def _seeded(generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
+    """Let a generator decide what is sampled inside, and leave the global state as it was.
+
+    laplace-torch's predictives ignore their ``generator`` and draw from the global state.
+    """
+    if generator is None:
+        yield
+        return
+    seed = torch.randint(2**63 - 1, (), generator=generator, device=generator.device).item()
+    devices = [device] if device.type not in ("cpu", "meta") else []
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,176 @@
+"""laplace-torch's grid search for the prior precision, on top of the sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torchmetrics
+import tqdm
+from laplace.baselaplace import KronLaplace
+from laplace.utils.enums import PredType
+from torch import Tensor
+
+from laplace_debias.evaluation.sweep import batches, run_sweep
+from laplace_debias.evaluation.sweep_metrics import metric_table, takes_covariance
+from laplace_debias.evaluation.sweep_result import SweepResult
+from laplace_debias.predictive.eigenblocks import check_fitted, prior_grid
+from laplace_debias.predictive.predictor import StructuredPredictor
+
+Loss = torchmetrics.Metric | Callable[..., Tensor | float]
+
+
+class _Callable(torchmetrics.Metric):
+    """A loss function of all predictions and targets at once, collected batch by batch."""
+
+    full_state_update = False
+
+    def __init__(self, function: Callable[..., Tensor | float]) -> None:
+        super().__init__()
+        self.function = function
+        self.collected: list[tuple[Tensor, ...]] = []
+
+    def update(self, *arguments: Tensor) -> None:
+        self.collected.append(arguments)
+
+    def compute(self) -> Tensor:
+        parts = [torch.cat(part) for part in zip(*self.collected, strict=True)]
+        return torch.as_tensor(self.function(*parts))
+
+
+def gridsearch_prior_precision(
+    la: KronLaplace,
+    val_loader: Iterable,
+    *,
+    pred_type: str = "glm",
+    loss: Loss | None = None,
+    log_prior_prec_min: float = -4,
+    log_prior_prec_max: float = 4,
+    grid_size: int = 100,
+    log_prior_prec_base: float = 10.0,
+    link_approx: str = "probit",
+    n_samples: int = 100,
+    generator: torch.Generator | None = None,
+    progress_bar: bool = False,
+) -> SweepResult:
+    """Evaluate a loss on laplace-torch's grid, with its arguments and their meaning.
+
+    Every grid point gets a fresh copy of the loss. ``la`` is left as it was; take
+    ``result.best("loss")``, which never chooses NaN.
+
+    Args:
+        la: A fitted ``KronLaplace`` or ``KronLLLaplace``.
+        val_loader: Batches ``(x, y)`` or mappings.
+        pred_type: ``"glm"``, in one pass over the data, or ``"nn"``, in one pass per grid point.
+        loss: A ``torchmetrics.Metric``, or a function of all predictions and targets (regression:
+            of means, covariances and targets); smaller is better. By default the negative log
+            likelihood, for regression that of the Gaussian predictive with observation noise.
+        log_prior_prec_min: Exponent of the smallest prior precision.
+        log_prior_prec_max: Exponent of the largest.
+        grid_size: Number of prior precisions.
+        log_prior_prec_base: Base of the exponents.
+        link_approx: Link approximation for ``"glm"``; ``"nn"`` takes ``"mc"`` only.
+        n_samples: Number of samples, if any.
+        generator: Random number generator for samples.
+        progress_bar: Show a progress bar.
+
+    Returns:
+        A :class:`SweepResult` with the metric ``"loss"``.
+
+    Raises:
+        ValueError: If there is no loader, it is empty, or an argument is unknown.
+
+    Example:
+        >>> from laplace import Laplace
+        >>> from torch import nn
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        >>> loader = DataLoader(TensorDataset(torch.randn(8, 3), torch.randint(2, (8,))), 8)
+        >>> la = Laplace(model, "classification", "all", "kron")
+        >>> la.fit(loader)
+        >>> result = gridsearch_prior_precision(la, loader, grid_size=5)
+        >>> len(result.values["loss"])
+        5
+    """
+    check_fitted(la)
+    if val_loader is None:
+        raise ValueError(
+            "Expected a validation loader for the grid search, got None. Pass val_loader=..."
+        )
+    if pred_type not in (PredType.GLM, PredType.NN):
+        raise ValueError(
+            f"Expected pred_type 'glm' or 'nn', got {pred_type!r}. Remedy: pass one of them."
+        )
+    if loss is not None and not callable(loss):
+        raise ValueError(
+            f"Expected loss to be a torchmetrics.Metric or a function, got {type(loss).__name__}."
+        )
+    grid = torch.logspace(
+        log_prior_prec_min, log_prior_prec_max, grid_size, base=log_prior_prec_base
+    )
+    losses = [_fresh(la, loss) for _ in range(grid_size)]
+
+    def update(i: int, prediction: tuple[Tensor, ...], y: Tensor) -> None:
+        if len(prediction) == 2 and not takes_covariance(losses[i]):
+            prediction = prediction[:1]
+        losses[i].update(*prediction, y)
+
+    options = {"link_approx": link_approx, "n_samples": n_samples, "generator": generator}
+    if pred_type == PredType.GLM:
+        predictor = StructuredPredictor(la, grid, keep_graph=False)
+        n_data = run_sweep(predictor, val_loader, update, progress_bar=progress_bar, **options)
+    else:
+        n_data = _run_networks(la, grid, val_loader, update, progress_bar, **options)
+    values = tuple(float(metric.compute().sum()) for metric in losses)
+    grid = grid.to(device=la._device, dtype=la._dtype)
+    return SweepResult(grid, {"loss": values}, {"loss": False}, n_data, str(link_approx))
+
+
+def _fresh(la: KronLaplace, loss: Loss | None) -> torchmetrics.Metric:
+    """Return a fresh metric for one grid point."""
+    if loss is None:
+        metric = metric_table(la)["nll"]()
+    elif isinstance(loss, torchmetrics.Metric):
+        metric = loss.clone()
+    else:
+        return _Callable(loss)
+    metric.reset()
+    return metric.to(la._device)
+
+
+@contextmanager
+def _prior_precision(la: KronLaplace) -> Iterator[None]:
+    """Put the prior precision back afterwards, also when something raises."""
+    before = la.prior_precision
+    try:
+        yield
+    finally:
+        la.prior_precision = before
+
+
+def _run_networks(
+    la: KronLaplace,
+    grid: Tensor,
+    loader: Iterable,
+    update: Callable[[int, tuple[Tensor, ...], Tensor], None],
+    progress_bar: bool,
+    **options: object,
+) -> int:
+    """Predict by sampling networks, one pass over the data per grid point."""
+    prior_grid(grid, 1, grid)
+    n_data = 0
+    with torch.no_grad(), _prior_precision(la):
+        for i, delta in enumerate(tqdm.tqdm(grid, desc="[Grid]", disable=not progress_bar)):
+            la.prior_precision = delta
+            n_data = 0
+            for x, y in batches(la, loader):
+                out = la(x, pred_type="nn", fitting=True, **options)
+                update(i, out if isinstance(out, tuple) else (out,), y)
+                n_data += len(y)
+    if n_data == 0:
+        raise ValueError(
+            "Expected a loader with at least one datum, got an empty one. "
+            "Remedy: check its dataset."
+        )
+    return n_data

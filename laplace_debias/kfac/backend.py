@@ -1,0 +1,95 @@
+"""The hook-based K-FAC as a laplace-torch backend: pass `backend=HookGGN`."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
+from laplace.utils import Kron
+from torch import Tensor
+
+from laplace_debias.kfac.engine import kfac_factors
+
+
+class HookInterface(CurvatureInterface):
+    """Shared by the two curvatures; all but `kron` is laplace-torch's own."""
+
+    @property
+    def fisher(self) -> str:
+        """Which curvature, as :func:`laplace_debias.kfac.engine.kfac_factors` names it."""
+        raise NotImplementedError
+
+    def kron(
+        self, x: Tensor | MutableMapping[str, Any], y: Tensor, N: int, **kwargs: Any
+    ) -> tuple[Tensor, Kron]:
+        """K-FAC factors of a mini-batch of m data, A scaled by `m / N` as laplace-torch expects.
+
+        Args:
+            x: Mini-batch, a tensor or a mapping.
+            y: Its targets.
+            N: Number of data over which the caller sums mini-batches.
+            **kwargs: Passed to `kfac_factors`, e.g. `weights`.
+
+        Returns:
+            Sum of the losses, and one block per trainable parameter: `[B, A m / N]` or `[B]`.
+        """
+        model = self.model
+        if self.last_layer:
+            with torch.no_grad():
+                _, x = model.forward_with_features(x)
+            model = model.last_layer
+        factors = kfac_factors(
+            model,
+            x,
+            y,
+            likelihood=str(getattr(self.likelihood, "value", self.likelihood)),
+            params=self.params,
+            fisher=self.fisher,
+            **kwargs,
+        )
+        kron = factors.to_kron()
+        for block in kron.kfacs:
+            if len(block) == 2:
+                block[1] = block[1] * (factors.n_data / N)
+        return factors.loss, kron
+
+
+class HookGGN(HookInterface, GGNInterface):
+    """GGN backend whose Kronecker factors come from `laplace_debias.kfac.engine.kfac_factors`.
+
+    It takes Linear, Conv1d, Conv2d and Conv3d layers with groups, dilation and any padding, frozen
+    parameters, and a weight per datum. With `stochastic=True` one random vector per datum replaces
+    the exact loss Hessian: one backward pass, whatever the number of classes. Everything but
+    `kron` is laplace-torch's `GGNInterface`.
+
+    Example:
+        >>> from laplace import Laplace
+        >>> from torch import nn
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> loader = DataLoader(TensorDataset(torch.randn(8, 3), torch.arange(8) % 2), batch_size=4)
+        >>> la = Laplace(nn.Linear(3, 2), "classification", "all", "kron", backend=HookGGN)
+        >>> la.fit(loader)
+        >>> [len(block) for block in la.H_facs.kfacs]
+        [2, 1]
+    """
+
+    @property
+    def fisher(self) -> str:
+        """The exact GGN, or one random vector per datum."""
+        return "mc" if self.stochastic else "ggn"
+
+
+class HookEF(HookInterface, EFInterface):
+    """Empirical Fisher backend with Kronecker factors from `kfac_factors`.
+
+    Example:
+        >>> from torch import nn
+        >>> backend = HookEF(nn.Linear(3, 1), "regression")
+        >>> loss, kron = backend.kron(torch.ones(4, 3), torch.zeros(4, 1), N=4)
+        >>> [len(block) for block in kron.kfacs]
+        [2, 1]
+    """
+
+    fisher = "ef"

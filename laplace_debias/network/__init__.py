@@ -1,0 +1,1 @@
+"""The network as it is: left as found, its parameters' owners, recorded calls, its loss."""

@@ -1,0 +1,1 @@
+"""laplace-torch's classes, fitted on few data and debiased."""

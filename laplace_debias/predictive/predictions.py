@@ -1,0 +1,84 @@
+"""Predictions of the linearised network, from any method and through any link."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from laplace_debias.network.capture import Inputs
+from laplace_debias.predictive.links import check_link, class_probabilities, needs_diagonal_only
+from laplace_debias.predictive.predictor import METHODS, StructuredPredictor
+
+Prediction = tuple[Tensor, ...]
+
+
+def check_method(method: str) -> None:
+    """Raise a ``ValueError`` for an unknown method."""
+    if method not in METHODS:
+        raise ValueError(
+            f"Expected method to be one of {METHODS}, got {method!r}. Remedy: pass one of them."
+        )
+
+
+def glm_predictions(
+    predictor: StructuredPredictor,
+    x: Inputs,
+    *,
+    regression: bool,
+    link_approx: str = "probit",
+    n_samples: int = 100,
+    method: str = "exact",
+    generator: torch.Generator | None = None,
+    diagonal_output: bool = False,
+) -> Iterator[Prediction]:
+    """Yield one prediction per prior precision of the predictor.
+
+    Args:
+        predictor: The linearised predictive.
+        x: The data.
+        regression: Whether the outputs are the predictions themselves.
+        link_approx: Link approximation for classification.
+        n_samples: Number of samples for ``link_approx="mc"`` or ``method="samples"``.
+        method: ``"exact"``, ``"samples"`` or ``"auto"``. With samples and ``link_approx="mc"`` no
+            covariance is formed: the samples themselves go through the softmax.
+        generator: Random number generator for samples, shared by all prior precisions.
+        diagonal_output: Leave out covariances between outputs.
+
+    Yields:
+        ``(probabilities [n, C],)`` for classification, ``(mean [n, C], covariance)`` for
+        regression, with covariances ``[n, C, C]`` or, with ``diagonal_output``, ``[n, C]``.
+
+    Raises:
+        ValueError: For an unknown link or method.
+    """
+    check_link(link_approx)
+    check_method(method)
+    diagonal = diagonal_output if regression else needs_diagonal_only(link_approx, diagonal_output)
+    if method == "auto":
+        method = "samples" if predictor.prefers_samples(n_samples, diagonal) else "exact"
+    if method == "samples" and link_approx == "mc" and not regression and not diagonal:
+        _, samples = predictor.samples(x, n_samples, generator)
+        for drawn in samples:
+            yield (torch.softmax(drawn, dim=-1).mean(0),)
+        return
+    if method == "samples":
+        result = predictor.sampled(x, n_samples, generator, diagonal)
+    else:
+        result = predictor(x, diagonal)
+    covariance = result.covariance if predictor.many else result.covariance.unsqueeze(0)
+    if regression:
+        for one in covariance:
+            yield result.mean, one
+        return
+    probs = class_probabilities(
+        result.mean,
+        covariance,
+        link_approx,
+        diagonal=diagonal,
+        n_samples=n_samples,
+        generator=generator,
+    )
+    for one in probs:
+        yield (one,)

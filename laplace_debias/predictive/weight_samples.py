@@ -1,0 +1,184 @@
+r"""Samples of the linearised network's outputs by forward-mode products.
+
+:math:`f_s = f + J (\theta_s - \theta^*)` with :math:`\theta_s - \theta^* = P^{-1/2} \epsilon_s`,
+one Jacobian-vector product per sample. Its cost does not depend on the number of outputs, and no
+covariance is formed: the way to go for a thousand classes.
+
+A layer that the model runs under ``torch.no_grad`` is constant for the exact way but not for this
+one: PyTorch's forward mode looks through ``no_grad``. Use ``detach`` to stop both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from laplace.baselaplace import KronLaplace
+from torch import Tensor
+from torch.func import functional_call, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from laplace_debias.network.capture import Inputs, run, size_of, take
+from laplace_debias.predictive.eigenblocks import EigenBlock, is_last_layer
+
+
+def posterior_step(eps: Tensor, block: EigenBlock, k: int) -> Tensor:
+    r"""Turn standard normal numbers into posterior samples minus their mean.
+
+    :math:`P^{-1/2} \epsilon = Q_B \, [\, (Q_B^\top E Q_A) / \sqrt{\lambda + \delta_k} \,] \,
+    Q_A^\top`, with :math:`E` the numbers in the shape of the weight; for a single factor
+    :math:`Q \, [\, (Q^\top \epsilon) / \sqrt{\lambda + \delta_k} \,]`.
+
+    Args:
+        eps: Standard normal numbers ``[S, D]``.
+        block: The posterior's block.
+        k: Which of its prior precisions.
+
+    Returns:
+        Steps in the shape of the parameter, ``[S, *param.shape]``.
+    """
+    scale = (block.lam + block.delta[k]).rsqrt()
+    if len(block.Q) == 1:
+        step = (eps @ block.Q[0] * scale) @ block.Q[0].T
+    else:
+        Q_B, Q_A = block.Q
+        E = eps.unflatten(1, (len(Q_B), len(Q_A)))
+        step = Q_B @ (Q_B.T @ E @ Q_A * scale) @ Q_A.T
+    return step.reshape(len(eps), *block.param.shape).to(block.param.dtype)
+
+
+@contextmanager
+def forward_mode() -> Iterator[None]:
+    """Avoid the fused attention kernels, which have no forward-mode derivative."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+class WeightSampler:
+    """Draw samples of the weights and push them through the linearised network.
+
+    All prior precisions share the same standard normal numbers, so differences between them are
+    not noise. The numbers are drawn one sample at a time: the result for a given generator does
+    not depend on the memory budget.
+
+    Args:
+        la: A fitted Kron Laplace approximation.
+        blocks: The blocks of its posterior.
+        memory_budget: Bytes to stay within.
+        keep_graph: Allow differentiating with respect to the inputs.
+    """
+
+    def __init__(
+        self, la: KronLaplace, blocks: list[EigenBlock], memory_budget: int, keep_graph: bool
+    ) -> None:
+        """Keep the arguments."""
+        self.la, self.blocks = la, blocks
+        self.memory_budget, self.keep_graph = memory_budget, keep_graph
+
+    def __call__(
+        self, x: Inputs, n_samples: int, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return outputs ``[n, C]`` and samples ``[k, n_samples, n, C]``.
+
+        Raises:
+            ValueError: If ``n_samples`` is not positive.
+        """
+        if n_samples < 1:
+            raise ValueError(
+                f"Expected n_samples of at least 1, got {n_samples}. Remedy: pass e.g. 100."
+            )
+        with torch.set_grad_enabled(self.keep_graph):
+            if is_last_layer(self.la):
+                f, phi = self.la.model.forward_with_features(x)
+                return f, self._last_layer(f, phi, n_samples, generator)
+            with forward_mode():
+                return self._all_layers(x, n_samples, generator)
+
+    def _draw(self, n_samples: int, generator: torch.Generator | None) -> list[Tensor]:
+        """Draw standard normal numbers for every block, ``[n_samples, D]`` each."""
+        like = self.blocks[0].lam
+        sizes = [block.lam.numel() for block in self.blocks]
+        rows = [
+            torch.randn(sum(sizes), generator=generator, dtype=like.dtype, device=like.device)
+            for _ in range(n_samples)
+        ]
+        return list(torch.stack(rows).split(sizes, dim=1))
+
+    def _last_layer(
+        self, f: Tensor, phi: Tensor, n_samples: int, generator: torch.Generator | None
+    ) -> Tensor:
+        """Add ``phi dW^T + db`` to the outputs."""
+        numel = sum(block.lam.numel() for block in self.blocks) + f.numel()
+        size = max(1, self.memory_budget // (4 * numel * f.element_size()))
+        parts = []
+        for start in range(0, n_samples, size):
+            eps = self._draw(min(size, n_samples - start), generator)
+            for k in range(len(self.blocks[0].delta)):
+                out = f
+                for e, block in zip(eps, self.blocks, strict=True):
+                    step = posterior_step(e, block, k)
+                    out = out + (phi @ step.mT if step.ndim == 3 else step.unsqueeze(1))
+                parts.append(out)
+        return _sort(parts, len(self.blocks[0].delta))
+
+    def _all_layers(
+        self, x: Inputs, n_samples: int, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """Vectorise forward-mode products over samples, in chunks of samples and of data."""
+        la, key = self.la, self.la.dict_key_x
+        names = {id(p): name for name, p in la.model.named_parameters()}
+        names = [names[id(block.param)] for block in self.blocks]
+        theta = {name: b.param.detach() for name, b in zip(names, self.blocks, strict=True)}
+        n = size_of(x, key)
+        per_datum = self._bytes_per_datum(take(x, slice(0, 1), key))
+        rows = max(1, min(n, self.memory_budget // per_datum))
+        size = self.memory_budget // (
+            rows * per_datum + 4 * sum(t.numel() * t.element_size() for t in theta.values())
+        )
+        size = max(1, min(n_samples, size))
+        chunks = [take(x, slice(i, i + rows), key) for i in range(0, n, rows)]
+        with torch.set_grad_enabled(self.keep_graph):
+            f = torch.cat([la.model(chunk) for chunk in chunks])
+
+        def product(chunk: Inputs, step: dict[str, Tensor]) -> Tensor:
+            return jvp(lambda t: functional_call(la.model, t, (chunk,)), (theta,), (step,))[1]
+
+        parts = []
+        for start in range(0, n_samples, size):
+            eps = self._draw(min(size, n_samples - start), generator)
+            for k in range(len(self.blocks[0].delta)):
+                steps = {
+                    name: posterior_step(e, block, k)
+                    for name, e, block in zip(names, eps, self.blocks, strict=True)
+                }
+                moved = [vmap(lambda s, c=chunk: product(c, s))(steps) for chunk in chunks]
+                parts.append(f + torch.cat(moved, dim=1))
+        return f, _sort(parts, len(self.blocks[0].delta))
+
+    def _bytes_per_datum(self, x: Inputs) -> int:
+        """Estimate the memory of one forward-mode product for one datum, from its activations."""
+        modules = [m for m in self.la.model.modules() if not list(m.children())]
+        numel = 0
+
+        def add(module: torch.nn.Module, args: tuple, output: object) -> None:
+            nonlocal numel
+            numel += output.numel() * output.element_size() if isinstance(output, Tensor) else 0
+
+        handles = [module.register_forward_hook(add) for module in modules]
+        try:
+            run(self.la.model, x, [])
+        finally:
+            for handle in handles:
+                handle.remove()
+        return 4 * max(1, numel)
+
+
+def _sort(parts: list[Tensor], k: int) -> Tensor:
+    """Bring chunks in the order (samples, prior precisions) to ``[k, S, n, C]``."""
+    return torch.stack([torch.cat(parts[i::k]) for i in range(k)])

@@ -1,0 +1,1 @@
+"""Finished pieces of long runs, and the fingerprints they are recognised by."""

@@ -1,0 +1,89 @@
+"""laplace-torch's grid search on the sweep, against a slow loop."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from laplace.baselaplace import KronLaplace
+from laplace.lllaplace import KronLLLaplace
+from laplace.utils.metrics import RunningNLLMetric
+from torch import nn
+
+from laplace_debias.evaluation.grid_search import gridsearch_prior_precision
+from laplace_debias.evaluation.sweep import sweep_prior_precision
+from tests.fitted_predictive import (
+    double_precision,  # noqa: F401
+    fitted_mlp,
+    slow_nll,
+)
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("cls", [KronLaplace, KronLLLaplace])
+def test_gridsearch_agrees_with_a_slow_loop(cls, likelihood):
+    la, loader = fitted_mlp(cls, likelihood)
+    la.prior_precision = 5.0
+    result = gridsearch_prior_precision(
+        la, loader, log_prior_prec_min=-2, log_prior_prec_max=3, grid_size=6
+    )
+    assert la.prior_precision.tolist() == [5.0]
+    expected = slow_nll(la, loader, torch.logspace(-2, 3, 6))
+    assert result.values["loss"] == pytest.approx(expected, rel=1e-6)  # the grid is float32's
+    best = min(range(6), key=expected.__getitem__)
+    assert result.prior_precisions[best].item() == pytest.approx(10 ** (best - 2))
+
+
+def test_gridsearch_takes_metrics_and_functions():
+    la, loader = fitted_mlp()
+    options = {"grid_size": 4, "log_prior_prec_base": 2.0}
+    by_metric = gridsearch_prior_precision(la, loader, loss=RunningNLLMetric(), **options)
+    by_function = gridsearch_prior_precision(
+        la, loader, loss=lambda p, y: nn.functional.nll_loss(p.log(), y), **options
+    )
+    assert by_metric.values["loss"] == pytest.approx(by_function.values["loss"])
+    assert by_metric.prior_precisions[0].item() == pytest.approx(2.0**-4)
+    la, loader = fitted_mlp(likelihood="regression")
+    shapes = []
+
+    def loss(mean, cov, y):
+        shapes.append((mean.shape, cov.shape, y.shape))
+        return cov.diagonal(dim1=1, dim2=2).mean()
+
+    result = gridsearch_prior_precision(la, loader, loss=loss, **options)
+    assert shapes == [((20, 3), (20, 3, 3), (20, 3))] * 4
+    assert sorted(result.values["loss"], reverse=True) == list(result.values["loss"])
+
+
+def test_gridsearch_with_sampled_networks_restores_the_prior():
+    la, loader = fitted_mlp()
+    la.prior_precision = 5.0
+    result = gridsearch_prior_precision(
+        la, loader, pred_type="nn", link_approx="mc", n_samples=5, grid_size=3
+    )
+    assert la.prior_precision.tolist() == [5.0]
+    assert all(math.isfinite(v) for v in result.values["loss"])
+
+    def fail(p, y):
+        raise RuntimeError("broken loss")
+
+    for pred_type, link in [("nn", "mc"), ("glm", "probit")]:
+        with pytest.raises(RuntimeError, match="broken"):
+            gridsearch_prior_precision(
+                la, loader, pred_type=pred_type, link_approx=link, loss=fail, grid_size=2
+            )
+        assert la.prior_precision.tolist() == [5.0]
+
+
+def test_empty_loaders():
+    la, _ = fitted_mlp()
+    for search in (sweep_prior_precision, gridsearch_prior_precision):
+        with pytest.raises(ValueError, match="empty"):
+            search(la, [])
+    with pytest.raises(ValueError, match="empty"):
+        gridsearch_prior_precision(la, [], pred_type="nn", link_approx="mc", grid_size=1)
+    with pytest.raises(ValueError, match="None"):
+        gridsearch_prior_precision(la, None)

@@ -1,0 +1,263 @@
+"""Hook-based K-FAC against dense float64 oracles, ASDL and curvlinops."""
+
+import copy
+from collections import UserDict
+
+import pytest
+import torch
+from laplace.curvature.asdl import AsdlEF, AsdlGGN
+from laplace.curvature.curvlinops import CurvlinopsEF, CurvlinopsGGN
+from torch import nn
+from torch.nn import functional as F
+
+from laplace_debias.kfac.backend import HookEF, HookGGN
+from laplace_debias.kfac.engine import kfac_factors
+from laplace_debias.kfac.input_factors import input_factors
+from laplace_debias.network.loss import (
+    mean_loss_hessian,
+    sampled_hessian_root,
+    softmax_hessian_root,
+)
+from tests.cases_kfac import CASES, make
+from tests.oracles_kfac import oracle
+
+LIKELIHOODS = ["classification", "regression"]
+
+
+def assert_blocks_close(got, expected, **tolerance):
+    assert [len(b) for b in got] == [len(b) for b in expected]
+    for one, other in zip(got, expected, strict=True):
+        for M, L in zip(one, other, strict=True):
+            torch.testing.assert_close(M, L, **tolerance)
+
+
+@pytest.mark.parametrize("fisher", ["ggn", "ef"])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("case", CASES)
+def test_factors_equal_the_oracle_with_weights(case, likelihood, fisher):
+    model, x, y = make(case, likelihood)
+    weights = torch.tensor([0.0, 0.3, 1.0, 2.0, 0.7, 5.0], dtype=torch.float64)
+    factors = kfac_factors(model, x, y, likelihood=likelihood, weights=weights, fisher=fisher)
+    assert_blocks_close(factors.blocks, oracle(model, x, y, likelihood, weights, fisher))
+    assert factors.n_data == len(y)
+    assert factors.names == tuple(n for n, p in model.named_parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_vectorized_backward_passes_and_separate_inputs_change_nothing(case):
+    model, x, y = make(case, "classification")
+    factors = kfac_factors(model, x, y, likelihood="classification")
+    batched = kfac_factors(model, x, y, likelihood="classification", vectorize=True)
+    assert_blocks_close(batched.blocks, factors.blocks)
+    alone = kfac_factors(model, x, y, likelihood="classification", inputs=False)
+    forward = input_factors(model, x)
+    assert_blocks_close(alone.with_inputs(forward).blocks, factors.blocks)
+    torch.testing.assert_close(forward.outputs, copy.deepcopy(model).eval()(x).detach())
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("case", ["mlp", "conv2d"])
+@pytest.mark.parametrize("ours, theirs", [(HookGGN, AsdlGGN), (HookEF, AsdlEF)])
+def test_agrees_with_asdl(case, likelihood, ours, theirs):
+    model, x, y = make(case, likelihood)
+    loss, kron = ours(copy.deepcopy(model), likelihood).kron(x, y, N=20)
+    their_loss, their_kron = theirs(copy.deepcopy(model), likelihood).kron(x, y, N=20)
+    torch.testing.assert_close(loss, their_loss)
+    torch.testing.assert_close(kron.to_matrix(), their_kron.to_matrix())
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize(
+    "case", ["mlp", "tokens", "conv2d", "conv2d groups", "conv2d dilation", "conv2d same"]
+)
+@pytest.mark.parametrize("ours, theirs", [(HookGGN, CurvlinopsGGN), (HookEF, CurvlinopsEF)])
+def test_agrees_with_curvlinops(case, likelihood, ours, theirs):
+    model, x, y = make(case, likelihood)
+    model.eval()
+    loss, kron = ours(copy.deepcopy(model), likelihood).kron(x, y, N=20)
+    their_loss, their_kron = theirs(copy.deepcopy(model), likelihood).kron(x, y, N=20)
+    torch.testing.assert_close(loss, their_loss)
+    torch.testing.assert_close(kron.to_matrix(), their_kron.to_matrix())
+
+
+def test_large_gram_matrices_and_sliced_unfolding(monkeypatch):
+    """The halved Gram matrix and the sliced copy give what one plain product gives."""
+    monkeypatch.setattr("laplace_debias.kfac.grams._HALVE_ABOVE", 5)
+    monkeypatch.setattr("laplace_debias.kfac.grams._SLICE_BYTES", 4000)
+    model, x, y = make("conv2d", "classification")
+    factors = kfac_factors(model, x, y, likelihood="classification")
+    assert_blocks_close(factors.blocks, oracle(model, x, y, "classification", torch.ones(6)))
+
+
+def test_exact_ggn_of_a_single_linear_layer_with_one_datum():
+    """For one datum and one position the Kronecker product is the GGN itself."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4).double()
+    x, y = torch.randn(1, 3).double(), torch.tensor([2])
+    _, kron = HookGGN(model, "classification").kron(x, y, N=1)
+    flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    def loss(theta):
+        W, b = theta[:12].reshape(4, 3), theta[12:]
+        return F.cross_entropy(x @ W.T + b, y)
+
+    H = torch.autograd.functional.hessian(loss, flat)  # the model is linear: Hessian = GGN
+    torch.testing.assert_close(kron.to_matrix()[:12, :12], H[:12, :12])
+    torch.testing.assert_close(kron.to_matrix()[12:, 12:], H[12:, 12:])
+
+
+def test_softmax_root_at_saturated_outputs():
+    logits = torch.tensor([[50.0, 0.0, -50.0], [0.0, 0.0, 90.0], [-200.0, 0.0, 0.0]]).double()
+    p = logits.softmax(-1)
+    S = softmax_hessian_root(logits)
+    torch.testing.assert_close(S @ S.mT, torch.diag_embed(p) - p[:, :, None] * p[:, None])
+
+
+def test_tied_weights_count_as_positions():
+    """Two modules with one weight: sums of B, pooled mean of A."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 3, bias=False).double() for _ in range(2)]
+    layers[1].weight = layers[0].weight
+    model = nn.Sequential(layers[0], nn.Tanh(), layers[1])
+    x = torch.randn(5, 3).double()
+    tied = kfac_factors(model, x, likelihood="regression")
+    untied = nn.Sequential(*(copy.deepcopy(layer) for layer in model))
+    (B1, A1), (B2, A2) = kfac_factors(untied, x, likelihood="regression").blocks
+    assert tied.names == ("0.weight",)
+    assert_blocks_close(tied.blocks, [(B1 + B2, (A1 + A2) / 2)])
+
+
+def test_dict_batches():
+    model, x, y = make("tokens", "classification")
+    factors = kfac_factors(model, UserDict(tokens=x), y, likelihood="classification")
+    assert_blocks_close(
+        factors.blocks, kfac_factors(model, x, y, likelihood="classification").blocks
+    )
+    assert factors.n_data == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_accumulate_in_single(dtype):
+    model, x, y = make("mlp", "classification", n=64, dtype=torch.float32)
+    expected = kfac_factors(model, x, y, likelihood="classification")
+    half = kfac_factors(model.to(dtype), x.to(dtype), y, likelihood="classification")
+    for block, exact in zip(half.blocks, expected.blocks, strict=True):
+        for M, L in zip(block, exact, strict=True):
+            assert M.dtype == torch.float32
+            assert (M - L).norm() < 0.03 * L.norm()
+
+
+def test_last_layer_backend():
+    from laplace import Laplace
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model, x, y = make("mlp", "classification", n=12)
+    loader = DataLoader(TensorDataset(x, y), batch_size=5)
+    fitted = [
+        Laplace(copy.deepcopy(model), "classification", "last_layer", "kron", backend=backend)
+        for backend in (HookGGN, AsdlGGN)
+    ]
+    for la in fitted:
+        la.fit(loader)
+    torch.testing.assert_close(fitted[0].H.to_matrix(), fitted[1].H.to_matrix())
+
+
+def test_the_model_is_left_as_found_also_after_an_error():
+    model, x, y = make("frozen", "classification")
+    model.train()
+    model[1].eval()
+    before = copy.deepcopy(model.state_dict())
+    modes = [m.training for m in model.modules()]
+    state = torch.get_rng_state()
+    for target in (y, y + 7):
+        try:
+            kfac_factors(model, x, target, likelihood="classification")
+        except ValueError as error:
+            assert "class indices in [0, 2]" in str(error)
+        assert [m.training for m in model.modules()] == modes
+        assert not any(m._forward_hooks for m in model.modules())
+        assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    with torch.no_grad():  # the caller's grad mode does not matter
+        kfac_factors(model, x, y, likelihood="classification")
+
+
+class _Unused(nn.Module):
+    """Holds a layer which it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def test_errors_say_what_to_do():
+    model, x, y = make("mlp", "classification")
+    kwargs = {"likelihood": "classification"}
+    with pytest.raises(ValueError, match="frozen|unfreeze"):
+        kfac_factors(copy.deepcopy(model).requires_grad_(False), x, y, **kwargs)
+    norm = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)).double()
+    with pytest.raises(ValueError, match=r'1.weight \(LayerNorm\).*get_parameter\("1.weight"\)'):
+        kfac_factors(norm, x, y, **kwargs)
+    with pytest.raises(ValueError, match="idle.weight"):
+        kfac_factors(_Unused().double(), x, y, **kwargs)
+    with pytest.raises(ValueError, match="idle.weight"):
+        input_factors(_Unused().double(), x)
+    with pytest.raises(ValueError, match=r"shape \[n, C\]"):
+        kfac_factors(model, x[:, None], y, **kwargs)
+    with pytest.raises(ValueError, match=r"class indices of an integer dtype and shape"):
+        kfac_factors(model, x, y[:, None], **kwargs)
+    with pytest.raises(ValueError, match=r"shape \['m', 3\]"):
+        kfac_factors(model, x, y, likelihood="regression")
+    with pytest.raises(ValueError, match=r"weights of shape \[6\]"):
+        kfac_factors(model, x, y, weights=torch.ones(5), **kwargs)
+    with pytest.raises(ValueError, match="non-negative"):
+        kfac_factors(model, x, y, weights=-torch.ones(6), **kwargs)
+    with pytest.raises(ValueError, match="'ggn', 'mc', 'ef'"):
+        kfac_factors(model, x, y, fisher="hessian", **kwargs)
+    with pytest.raises(ValueError, match="pass `y`"):
+        kfac_factors(model, x, fisher="ef", **kwargs)
+    with pytest.raises(ValueError, match="likelihood"):
+        kfac_factors(model, x, likelihood="reward")
+
+
+def test_layers_at_the_output_are_recognised():
+    """B of the last layer is the mean loss Hessian; not so after an activation, in place or not."""
+    model, x, y = make("mlp", "classification")
+    forward = input_factors(model, x)
+    assert forward.is_output == (False, False, True, True)
+    factors = kfac_factors(model, x, y, likelihood="classification")
+    for B in (factors.blocks[2][0], factors.blocks[3][0]):
+        torch.testing.assert_close(B / 6, mean_loss_hessian(forward.outputs, "classification"))
+    for inplace in (True, False):
+        covered = nn.Sequential(*copy.deepcopy(model), nn.ReLU(inplace=inplace))
+        assert input_factors(covered, x).is_output == (False,) * 4
+
+
+def test_stochastic_backend_takes_one_backward_pass():
+    model, x, y = make("mlp", "classification")
+    torch.manual_seed(0)
+    _, kron = HookGGN(model, "classification", stochastic=True).kron(x, y, N=6)
+    generator = torch.Generator().manual_seed(0)
+    v = sampled_hessian_root(model(x).detach(), "classification", generator).squeeze(2)
+    torch.testing.assert_close(kron.kfacs[2][0], v.T @ v)
+
+
+def test_factors_add_up():
+    """Two mini-batches of different sizes: the sum of their factors is the factors of both."""
+    model, x, y = make("conv2d", "classification")
+    whole = kfac_factors(model, x, y, likelihood="classification")
+    kwargs = {"likelihood": "classification"}
+    parts = [kfac_factors(model, x[s], y[s], **kwargs) for s in (slice(2), slice(2, 6))]
+    both = parts[0] + parts[1]
+    assert_blocks_close(both.blocks, whole.blocks)
+    torch.testing.assert_close(both.loss, whole.loss)
+    assert both.n_data == 6
+    forward = input_factors(model, x[:2]) + input_factors(model, x[2:])
+    assert_blocks_close(parts[0].with_inputs(forward).blocks[0][1:], whole.blocks[0][1:])
+    torch.testing.assert_close(forward.outputs, input_factors(model, x).outputs)
+    with pytest.raises(ValueError, match="same model"):
+        both + kfac_factors(model[2:], torch.randn(2, 4, 5, 6).double(), likelihood="regression")

@@ -1,0 +1,262 @@
+"""The linearised predictive against dense oracles and laplace-torch's own."""
+
+from __future__ import annotations
+
+import warnings
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from laplace.baselaplace import KronLaplace
+from laplace.curvature import AsdlGGN, CurvlinopsGGN
+from laplace.lllaplace import KronLLLaplace
+from torch import nn
+
+from laplace_debias.predictive import contractions
+from laplace_debias.predictive.predictor import (
+    StructuredPredictor,
+    linearized_predictive,
+)
+from tests.cases_predictive import FALLBACK, STRUCTURED
+from tests.fitted_predictive import (
+    EXACT,
+    build,
+    double_precision,  # noqa: F401
+    fitted_cnn,
+)
+from tests.oracles_predictive import (
+    dense_covariance,
+    marginal,
+    random_laplace,
+)
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_every_layer_kind_matches_the_dense_oracle(name):
+    la, x = build(STRUCTURED[name]())
+    layerwise = torch.rand(len(la.params)) + 0.5
+    grid = [0.3, layerwise, 7.0]
+    cov = torch.stack([dense_covariance(la, x, delta) for delta in grid])
+    blocks = torch.stack([marginal(c) for c in cov])
+    n, C = len(x), la.n_outputs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # none of these may fall back
+        full = linearized_predictive(la, x, grid)
+        diag = linearized_predictive(la, x, grid, diagonal_output=True)
+        joint = linearized_predictive(la, x, grid, joint=True)
+        one = linearized_predictive(la, x, 0.3)
+    torch.testing.assert_close(full.covariance, blocks, **EXACT)
+    torch.testing.assert_close(diag.covariance, blocks.diagonal(dim1=-2, dim2=-1), **EXACT)
+    torch.testing.assert_close(joint.covariance, cov.reshape(3, n * C, n * C), **EXACT)
+    torch.testing.assert_close(one.covariance, blocks[0], **EXACT)
+    torch.testing.assert_close(full.mean, la.model.eval()(x))
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_single_datum(name):
+    la, x = build(STRUCTURED[name](), n=1)
+    result = linearized_predictive(la, x, 0.3)
+    torch.testing.assert_close(result.covariance, marginal(dense_covariance(la, x, 0.3)), **EXACT)
+
+
+@pytest.mark.parametrize("name", FALLBACK)
+def test_what_cannot_be_taken_apart_is_exact_and_warned_about(name):
+    model, shape, module = FALLBACK[name]()
+    la, x = build((model, shape))
+    with pytest.warns(UserWarning, match=f"module {module}\\)"):
+        result = linearized_predictive(la, x, [0.3, 2.0])
+    expected = torch.stack([marginal(dense_covariance(la, x, d)) for d in (0.3, 2.0)])
+    torch.testing.assert_close(result.covariance, expected, **EXACT)
+    with pytest.warns(UserWarning):
+        joint = linearized_predictive(la, x, 0.3, joint=True).covariance
+    torch.testing.assert_close(joint, dense_covariance(la, x, 0.3).reshape(joint.shape), **EXACT)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    channels=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 2),
+    padding=st.integers(0, 2),
+    dilation=st.integers(1, 2),
+    mode=st.sampled_from(["zeros", "circular", "replicate"]),
+    hidden=st.lists(st.integers(1, 4), max_size=2),
+    outputs=st.integers(1, 4),
+    bias=st.booleans(),
+    n=st.integers(1, 4),
+)
+def test_random_architectures(
+    seed, channels, kernel, stride, padding, dilation, mode, hidden, outputs, bias, n
+):
+    torch.manual_seed(seed)
+    layers, c, size = [], 2, 7
+    for width in channels:
+        extent = (kernel - 1) * dilation + 1
+        if size + 2 * padding < extent or padding > size:
+            break
+        groups = 2 if c % 2 == 0 and width % 2 == 0 else 1
+        layers += [
+            nn.Conv2d(
+                c, width, kernel, stride, padding, dilation, groups, bias=bias, padding_mode=mode
+            ),
+            nn.Tanh(),
+        ]
+        c, size = width, (size + 2 * padding - extent) // stride + 1
+    layers.append(nn.Flatten())
+    d = c * size * size
+    for width in hidden:
+        layers += [nn.Linear(d, width, bias=bias), nn.ReLU()]
+        d = width
+    model = nn.Sequential(*layers, nn.Linear(d, outputs, bias=bias))
+    x = torch.randn(n, 2, 7, 7)
+    la = random_laplace(model, outputs, seed=seed)
+    expected = marginal(dense_covariance(la, x, 0.4))
+    result = linearized_predictive(la, x, [0.4])
+    torch.testing.assert_close(result.covariance[0], expected, **EXACT)
+    variance = linearized_predictive(la, x, [0.4], diagonal_output=True).covariance[0]
+    torch.testing.assert_close(variance, expected.diagonal(dim1=-2, dim2=-1), **EXACT)
+
+
+@pytest.mark.parametrize("backend", [CurvlinopsGGN, AsdlGGN])
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("prior", [0.7, "layerwise"])
+def test_agrees_with_upstream_all_weights(backend, likelihood, prior):
+    kwargs = {"sigma_noise": 0.3} if likelihood == "regression" else {"temperature": 0.5}
+    la, x = fitted_cnn(KronLaplace, likelihood, backend, **kwargs)
+    la.prior_precision = torch.rand(len(la.params)) + 0.1 if prior == "layerwise" else prior
+    Js, f = la.backend.jacobians(x)
+    result = linearized_predictive(la, x)
+    torch.testing.assert_close(result.covariance, la.functional_variance(Js), **EXACT)
+    torch.testing.assert_close(result.mean, f)
+    joint = linearized_predictive(la, x, joint=True)
+    torch.testing.assert_close(joint.covariance, la.functional_covariance(Js), **EXACT)
+
+
+@pytest.mark.parametrize("prior", [0.7, "layerwise"])
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_agrees_with_upstream_last_layer(likelihood, prior):
+    la, x = fitted_cnn(KronLLLaplace, likelihood)
+    la.prior_precision = torch.tensor([0.2, 3.0]) if prior == "layerwise" else prior
+    Js, f = la.backend.last_layer_jacobians(x)
+    expected = la.functional_variance(Js)
+    result = linearized_predictive(la, x)
+    torch.testing.assert_close(result.covariance, expected, **EXACT)
+    torch.testing.assert_close(result.mean, f)
+    grid = torch.tensor([[0.2, 3.0], [1.0, 1.0]])
+    many = linearized_predictive(la, x, grid, diagonal_output=True).covariance
+    for delta, got in zip(grid, many, strict=True):
+        la.prior_precision = delta
+        variance = la.functional_variance(Js).diagonal(dim1=1, dim2=2)
+        torch.testing.assert_close(got, variance, **EXACT)
+    joint = linearized_predictive(la, x, joint=True)
+    torch.testing.assert_close(joint.covariance, la.functional_covariance(Js), **EXACT)
+
+
+def test_float32_is_close_to_float64():
+    la, x = fitted_cnn()
+    expected = linearized_predictive(la, x, [0.1, 10.0], diagonal_output=True).covariance
+    la.model.float()
+    la.H.eigenvectors = [[Q.float() for Q in Qs] for Qs in la.H.eigenvectors]
+    la.H.eigenvalues = [[lam.float() for lam in lams] for lams in la.H.eigenvalues]
+    got = linearized_predictive(la, x.float(), [0.1, 10.0], diagonal_output=True).covariance
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=0)
+
+
+def test_half_precision_is_summed_in_float32():
+    la, x = fitted_cnn()
+    la.model.bfloat16()
+    result = linearized_predictive(la, x.bfloat16(), [0.1, 10.0], diagonal_output=True)
+    assert result.covariance.dtype == torch.bfloat16
+    assert torch.isfinite(result.covariance).all()
+    assert StructuredPredictor(la).deltas.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["conv", "groups", "tokens", "repeated", "mlp"])
+@pytest.mark.parametrize("diagonal", [True, False])
+def test_chunks_never_change_a_result(name, diagonal, monkeypatch):
+    la, x = build(STRUCTURED[name](), n=7)
+    expected = linearized_predictive(la, x, [0.1, 2.0, 5.0], diagonal_output=diagonal)
+    for numel, budget in [(1, 1), (200, 30_000)]:
+        monkeypatch.setattr(contractions, "CHUNK_NUMEL", numel)
+        monkeypatch.setattr(contractions, "TILE_NUMEL", numel)
+        got = linearized_predictive(
+            la, x, [0.1, 2.0, 5.0], diagonal_output=diagonal, memory_budget=budget
+        )
+        torch.testing.assert_close(got.covariance, expected.covariance, **EXACT)
+        torch.testing.assert_close(got.mean, expected.mean, **EXACT)
+
+
+@pytest.mark.parametrize("mode", ["variance", "covariance", "joint"])
+@pytest.mark.parametrize(
+    ("groups", "order"),
+    [(1, (a, b)) for a in (True, False) for b in (True, False)]
+    + [(2, (a, False)) for a in (True, False)],  # gradients of several groups are rotated last
+)
+def test_every_order_of_rotation_gives_the_dense_result(mode, groups, order, monkeypatch):
+    n, C, d_out, d_in, R, k = 5, 3, 4, 6, 7, 2
+    generator = torch.Generator().manual_seed(0)
+    like = {"dtype": torch.float64, "generator": generator}
+    G, A = torch.randn(n, C, d_out, R, **like), torch.randn(n, R, groups, d_in, **like)
+    bases = [
+        tuple(torch.linalg.qr(torch.randn(d, d, **like))[0] for d in (d_out, d_in))
+        for _ in range(3)
+    ]
+    ws = [torch.rand(d_out * d_in, k, **like) for _ in bases]
+    monkeypatch.setattr(contractions, "TILE_NUMEL", 2 * C * d_in * n)
+    monkeypatch.setattr(contractions, "rotation_order", lambda *args: order)
+    got = contractions.weight_moments(
+        lambda rows: A[rows],
+        G,
+        bases,
+        [lambda rows, w=w: [w.view(d_out, d_in, k)[rows].flatten(0, 1)] for w in ws],
+        mode,
+    )
+    for moments, (Q_B, Q_A), w in zip(got, bases, ws, strict=True):
+        J = torch.zeros(n, C, d_out, d_in, dtype=torch.float64)
+        for o in range(d_out):  # an output sees the inputs of its own group
+            J[:, :, o] = torch.einsum("ncr,nri->nci", G[:, :, o], A[:, :, o * groups // d_out])
+        J = J.flatten(2) @ torch.kron(Q_B, Q_A)
+        for i in range(k):
+            joint = torch.einsum("ncp,p,mdp->ncmd", J, w[:, i], J)
+            own = torch.stack([joint[j, :, j] for j in range(n)])
+            want = {
+                "joint": joint.reshape(n * C, n * C),
+                "covariance": own,
+                "variance": own.diagonal(dim1=1, dim2=2),
+            }
+            torch.testing.assert_close(moments[..., i], want[mode], **EXACT)
+
+
+def test_the_order_of_rotation_is_the_cheapest():
+    for C, R, d_out, d_in, groups, n_bases in [
+        (3, 9, 4, 5, 1, 1),
+        (2, 2, 8, 3, 1, 4),
+        (5, 9, 4, 8, 2, 3),
+    ]:
+        costs = {}
+        for A_first in (True, False):
+            for B_first in (True, False) if groups == 1 else (False,):
+                products = C * R * d_out * d_in * (n_bases if A_first or B_first else 1)
+                inputs = n_bases * d_in**2 * (R * groups if A_first else C * d_out)
+                outputs = n_bases * C * d_out**2 * (R if B_first else d_in)
+                costs[A_first, B_first] = products + inputs + outputs
+        best = min(costs, key=costs.get)
+        assert contractions.rotation_order(C, R, d_out, d_in, groups, n_bases) == best
+
+
+@pytest.mark.parametrize("k", [8, 9, 17])
+@pytest.mark.parametrize("name", ["conv", "mlp"])
+def test_any_number_of_prior_precisions_agrees_with_one_at_a_time(name, k):
+    la, x = build(STRUCTURED[name]())
+    deltas = torch.logspace(-1, 2, k, dtype=torch.float64)
+    for diagonal in (True, False):
+        got = linearized_predictive(la, x, deltas, diagonal_output=diagonal).covariance
+        assert len(got) == k
+        for delta, moments in zip(deltas, got, strict=True):
+            want = linearized_predictive(la, x, float(delta), diagonal_output=diagonal).covariance
+            torch.testing.assert_close(moments, want, **EXACT)

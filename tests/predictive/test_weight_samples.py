@@ -1,0 +1,103 @@
+"""Samples of the linearised network against its dense Jacobian and exact covariances."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from laplace.baselaplace import KronLaplace
+from laplace.lllaplace import KronLLLaplace
+
+from laplace_debias.predictive.predictor import StructuredPredictor, linearized_predictive
+from tests.cases_predictive import FALLBACK, STRUCTURED
+from tests.fitted_predictive import (
+    EXACT,
+    build,
+    double_precision,  # noqa: F401
+    fitted_cnn,
+)
+from tests.oracles_predictive import (
+    dense_jacobian,
+    dense_precision,
+)
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+
+@pytest.mark.parametrize("cls", [KronLaplace, KronLLLaplace])
+def test_sampled_covariance_converges_to_the_exact_one(cls):
+    la, x = fitted_cnn(cls)
+    exact = linearized_predictive(la, x, [0.5, 5.0])
+    errors = []
+    for n_samples in (200, 20_000):
+        sampled = linearized_predictive(
+            la,
+            x,
+            [0.5, 5.0],
+            method="samples",
+            n_samples=n_samples,
+            generator=torch.Generator().manual_seed(1),
+        )
+        torch.testing.assert_close(sampled.mean, exact.mean)
+        errors.append((sampled.covariance - exact.covariance).norm() / exact.covariance.norm())
+    assert errors[1] < 0.02  # 10 standard errors of a variance from 20,000 samples
+    assert errors[1] < errors[0] / 3
+
+
+@pytest.mark.parametrize("cls", [KronLaplace, KronLLLaplace])
+def test_samples_are_jacobian_times_step(cls):
+    la, x = fitted_cnn(cls)
+    predictor = StructuredPredictor(la, [0.5, 5.0])
+    f, samples = predictor.samples(x, 3, torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    jacobians = la.backend.jacobians if cls is KronLaplace else la.backend.last_layer_jacobians
+    Js, _ = jacobians(x)
+    eps = torch.stack([torch.randn(la.n_params, generator=generator) for _ in range(3)])
+    for delta, got in zip((0.5, 5.0), samples, strict=True):
+        la.prior_precision = delta
+        steps = la.posterior_precision.bmm(eps, exponent=-0.5)
+        expected = f + torch.einsum("ncp,sp->snc", Js, steps)
+        torch.testing.assert_close(got, expected, **EXACT)
+
+
+# PyTorch's forward mode looks through no_grad, see the module's docstring
+@pytest.mark.parametrize(
+    "name", [*STRUCTURED, *(name for name in FALLBACK if name != "without gradients")]
+)
+def test_samples_of_every_layer_kind(name):
+    la, x = build({**STRUCTURED, **FALLBACK}[name]())
+    f, samples = StructuredPredictor(la, 0.5).samples(x, 2, torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    eps = torch.stack([torch.randn(la.n_params, generator=generator) for _ in range(2)])
+    lam, U = torch.linalg.eigh(dense_precision(la, la.params, 0.5))
+    steps = eps @ (U / lam.sqrt()) @ U.T
+    J = dense_jacobian(la.model, x, la.params)
+    torch.testing.assert_close(samples[0], f + torch.einsum("ncp,sp->snc", J, steps), **EXACT)
+
+
+@pytest.mark.parametrize("cls", [KronLaplace, KronLLLaplace])
+def test_samples_follow_the_generator_and_not_the_budget(cls):
+    la, x = fitted_cnn(cls)
+    rng = torch.get_rng_state()
+    draws = [
+        linearized_predictive(
+            la,
+            x,
+            [0.5, 2.0],
+            method="samples",
+            n_samples=9,
+            memory_budget=budget,
+            generator=torch.Generator().manual_seed(seed),
+        ).covariance
+        for seed, budget in [(0, 2**29), (0, 1), (1, 2**29)]
+    ]
+    torch.testing.assert_close(draws[0], draws[1], **EXACT)
+    assert not torch.allclose(draws[0], draws[2])
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_auto_takes_the_cheaper_way():
+    la, x = fitted_cnn()
+    assert linearized_predictive(la, x, method="auto", n_samples=100).method == "exact"
+    assert linearized_predictive(la, x, method="auto", n_samples=2).method == "samples"
+    ll, x = fitted_cnn(KronLLLaplace)
+    assert linearized_predictive(ll, x, method="auto", n_samples=2).method == "exact"
