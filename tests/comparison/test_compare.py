@@ -15,8 +15,7 @@ from laplace_debias.comparison.compare import compare
 from laplace_debias.comparison.result import ComparisonResult, ComparisonRow
 from laplace_debias.evaluation.evaluate import evaluate
 from laplace_debias.posterior.factory import Laplace
-from laplace_debias.predictive.predictor import StructuredPredictor
-from laplace_debias.predictive.shared import SharedPredictor
+from laplace_debias.predictive.predictor import SharedPredictor, StructuredPredictor
 from laplace_debias.storage.cells import CellStore
 
 # the package exports the function under the name of the module

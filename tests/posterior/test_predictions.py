@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from laplace.baselaplace import KronLaplace
 from laplace.lllaplace import KronLLLaplace
 
-from laplace_debias.posterior.structured_glm import StructuredGLM
+from laplace_debias.posterior.kron import DebiasedKronLaplace, DebiasedKronLLLaplace
 from laplace_debias.predictive.links import class_probabilities, root
 from laplace_debias.predictive.predictor import linearized_predictive
 from tests.fitted_predictive import (
@@ -20,16 +22,8 @@ GRID = [0.05, 1.0, 30.0]
 pytestmark = pytest.mark.usefixtures("double_precision")
 
 
-class FastKron(StructuredGLM, KronLaplace):
-    """laplace-torch's class on the structured predictive."""
-
-    _key = ("all", "kron_structured_test")
-
-
-class FastKronLL(StructuredGLM, KronLLLaplace):
-    """laplace-torch's last-layer class on the structured predictive."""
-
-    _key = ("last_layer", "kron_structured_test")
+FastKron = partial(DebiasedKronLaplace, debias="single")
+FastKronLL = partial(DebiasedKronLLLaplace, debias="single")
 
 
 @pytest.mark.parametrize(("fast", "slow"), [(FastKron, KronLaplace), (FastKronLL, KronLLLaplace)])
@@ -59,11 +53,11 @@ def test_mc_calls_follow_the_generator():
     x = loader.dataset.tensors[0]
     outputs = []
     for seed in (0, 0, 1):
-        la._generator = torch.Generator().manual_seed(seed)
-        outputs.append(la(x, link_approx="mc", n_samples=7))
+        generator = torch.Generator().manual_seed(seed)
+        outputs.append(la(x, link_approx="mc", n_samples=7, generator=generator))
     assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
-    la._generator = torch.Generator().manual_seed(0)
-    many = la(x, link_approx="mc", n_samples=20_000)
+    generator = torch.Generator().manual_seed(0)
+    many = la(x, link_approx="mc", n_samples=20_000, generator=generator)
     expected = la.predictive_samples(x, n_samples=20_000).mean(0)
     torch.testing.assert_close(many, expected, atol=0.01, rtol=0)
     diagonal = la(x, link_approx="mc", n_samples=20_000, diagonal_output=True)
@@ -80,8 +74,8 @@ def test_sampled_calls_converge_to_exact_ones_and_follow_the_generator(cls, link
     la.predictive_method = "samples"
     outputs = []
     for seed, n_samples in [(0, 20_000), (0, 9), (0, 9), (1, 9)]:
-        la._generator = torch.Generator().manual_seed(seed)
-        outputs.append(la(x, link_approx=link, n_samples=n_samples))
+        generator = torch.Generator().manual_seed(seed)
+        outputs.append(la(x, link_approx=link, n_samples=n_samples, generator=generator))
     torch.testing.assert_close(outputs[0], expected, atol=0.01, rtol=0)
     assert torch.equal(outputs[1], outputs[2]) and not torch.equal(outputs[2], outputs[3])
     la.predictive_method = "guess"
