@@ -1,15 +1,10 @@
-"""The examples about K-FAC and debiasing methods run at a small size and keep their promises."""
+"""The example about debiasing methods runs at a small size and keeps its promises."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-import bench_kfac  # noqa: E402
-import debiasing_methods  # noqa: E402
+from examples.research import debiasing_methods
 
 
 def test_debiasing_methods_on_digits_resumes_and_ranks_the_methods(tmp_path, capsys):
@@ -28,16 +23,23 @@ def test_debiasing_methods_on_digits_resumes_and_ranks_the_methods(tmp_path, cap
         assert gap[method] < 0.25 * gap["single"]
 
 
-def test_bench_kfac_writes_its_table(tmp_path):
-    output = tmp_path / "bench.json"
-    case = "CNN 28x28, 32"
-    table = bench_kfac.main(["--cases", case, "--repeats", "1", "--output", str(output)])
-    assert json.loads(output.read_text()) == table
-    assert set(table[case]) >= {"hooks", "ASDL", "curvlinops", "inputs only", "forward"}
-    assert all(seconds > 0 for seconds in table[case].values())
+def test_cifar10_runs_and_leaves_out_budgets_that_are_too_large(cifar10_folder, tmp_path, capsys):
+    argv = ["--data", "cifar10", "--folder", str(cifar10_folder), "--train-size", "40"]
+    argv += ["--epochs", "1", "--budgets", "8", "20", "40", "1024", "--draws", "1"]
+    argv += ["--methods", "single", "+ systematic", "+ one backward pass, 5 M"]
+    rows = debiasing_methods.main([*argv, "--output", str(tmp_path / "out")])
+    assert [(row["method"], row["m"]) for row in rows] == [
+        (method, m) for m in (8, 20) for method in argv[-3:]
+    ]
+    said = capsys.readouterr().out
+    for m in (40, 1024):
+        assert f"Budget {m} left out: the training set has 40 data." in said
+    other = ["--train-size", "30", "--output", str(tmp_path / "out")]
+    with pytest.raises(ValueError, match="train_size: 40 there, 30 now"):
+        debiasing_methods.main([*argv, *other])
 
 
-@pytest.mark.parametrize("build", [bench_kfac.resnet20, bench_kfac.all_cnn_c])
-def test_networks_of_the_benchmark_have_the_right_size(build):
-    n = sum(p.numel() for p in build().parameters())
-    assert n == {"resnet20": 269_722, "all_cnn_c": 1_369_738}[build.__name__]
+def test_the_baseline_cannot_be_left_out(capsys):
+    with pytest.raises(SystemExit):
+        debiasing_methods.main(["--methods", "oracle"])
+    assert "must include single" in capsys.readouterr().err
