@@ -10,7 +10,7 @@ the `n` data of a pool, and each gets an importance weight::
 
 For any function h, `1/m sum_{j=1}^m w_{i_j} h_{i_j}` is then unbiased for the pool's mean of h. The
 uniform part bounds the weights by `1 / u`. Its share matters little: 2 to 10 per cent came out the
-same within errors, see `examples/debiasing_losers.py`.
+same within errors, see `examples/research/debiasing_losers.py`.
 
 `laplace_debias.debias.reservoirs` makes the independent draw from a stream.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from laplace_debias.network.loss import curvature_scores
 
 DEFAULT_SHARE = 0.05
-"""Share of the uniform distribution in the mixture, see `examples/debiasing_losers.py`."""
+"""Share of the uniform distribution in the mixture, see `examples/research/debiasing_losers.py`."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ mini-batch's, at M data with backward passes. Four groups:
 * the number of data scored (`n_pool`), and
 * the number of data for the input factors (`n_input`), with what they cost.
 
-Run `python examples/debiasing_losers.py` (some minutes). Results are kept in `outputs/`, and a run
-goes on where it was stopped.
+Results are kept in `outputs/`, and a run goes on where it was stopped.
+
+    python -m examples.research.debiasing_losers    # some minutes
 """
 
 # %% Imports
@@ -23,14 +24,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from analytical_shrinkage import analytical_shrinkage
-from debiasing_lab import Fitter, Method, mean, run, standard_error
-from debiasing_methods import library, sampled, single
-from ekfac import curves_of_any, ekfac
 from laplace.utils import KronDecomposed
-from small_problems import trained_problem
 from torch import Tensor, nn
 
+from examples.classifiers import trained_problem
+from examples.research.analytical_shrinkage import analytical_shrinkage
+from examples.research.debiasing_lab import Fitter, Method, mean, run, standard_error
+from examples.research.debiasing_methods import library, sampled, single
+from examples.research.ekfac import curves_of_any, ekfac
 from laplace_debias.debias.folds import crossfit_factor, null_tolerance
 from laplace_debias.kfac.factors import eigh_float64
 from laplace_debias.storage.cells import CellStore
@@ -175,7 +176,9 @@ def figure(rows: list[dict], n: int, path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> list[dict]:
     """Train, compare, print the table, and write results and figure."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--budgets", type=int, nargs="*", default=[32, 128])
     parser.add_argument("--draws", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=None)

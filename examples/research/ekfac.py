@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from debiasing_lab import Curves, Fitter, Method, bases_of, curves, reevaluated
 from laplace import KronLaplace
 from laplace.utils import KronDecomposed
-from small_problems import Problem
 from torch import Tensor
 
+from examples.classifiers import Problem
+from examples.research.debiasing_lab import Curves, Fitter, Method, bases_of, curves, reevaluated
 from laplace_debias.evaluation.sweep import default_grid, run_sweep
 from laplace_debias.evaluation.sweep_metrics import fresh_metrics
 from laplace_debias.kfac.backend import HookGGN

@@ -3,11 +3,13 @@
 Ratios within one run; each side is the fastest of repetitions that alternate between the sides,
 which is the one that other work on the machine has disturbed least. Writes
 ``outputs/bench_quadratics.json``.
+
+    python -m examples.benchmarks.quadratics
+    python -m examples.benchmarks.quadratics --quick    # without All-CNN-C
 """
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +18,8 @@ import scipy.sparse.linalg
 import torch
 from torch import nn
 
+from examples.networks import all_cnn_c, digits_mlp
 from laplace_debias.quadratics import Quadratic, cg, debiased_cg, top_eigenvectors
-
-sys.path.insert(0, str(Path(__file__).resolve().parent / "cifar10"))
-from models import all_cnn_c  # noqa: E402
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -37,10 +37,7 @@ def seconds(*functions: Callable[[], object], repeats: int) -> list[float]:
 
 def small_quadratic(**options) -> Quadratic:
     """Digits-size network of 85,002 parameters on 64 data."""
-    model = nn.Sequential(
-        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
-    )
-    return Quadratic(model, LOSS, (torch.randn(64, 64), torch.randint(10, (64,))), **options)
+    return Quadratic(digits_mlp(), LOSS, (torch.randn(64, 64), torch.randint(10, (64,))), **options)
 
 
 def images(n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,7 +123,9 @@ def bench_cg(M: int, iterations: int, repeats: int) -> list[dict]:
 
 def main(argv: list[str] | None = None) -> list[dict]:
     """Print a table of all ratios and write them to a file."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--K", type=int, default=100, help="number of directions")
     parser.add_argument("--quick", action="store_true", help="leave out All-CNN-C")
     parser.add_argument("--M", type=int, default=256, help="batch size of the CG comparison")

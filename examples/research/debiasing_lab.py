@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from laplace import KronLaplace
 from laplace.utils import KronDecomposed
-from small_problems import Problem
 from torch import Tensor
 from tqdm import tqdm
 
+from examples.classifiers import Problem
 from laplace_debias.evaluation.sweep import sweep_prior_precision
 from laplace_debias.kfac.backend import HookGGN
 from laplace_debias.kfac.engine import KFACFactors, kfac_factors

@@ -4,6 +4,9 @@ Prints a table and writes ``outputs/bench_predictive.json``. laplace-torch's sid
 its own ``la(x)`` and of ``la.functional_variance`` of ASDL's Jacobians, each at whichever batch
 size is fastest for it. Its cost per grid point does not depend on the point, so a sweep of k
 points is k times one of them. Peak memory is read in a fresh process for every entry.
+
+    python -m examples.benchmarks.predictive
+    python -m examples.benchmarks.predictive --quick    # seconds: few images, the CNN only
 """
 
 # %%
@@ -26,61 +29,16 @@ from laplace.utils.matrix import Kron, KronDecomposed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from examples.networks import resnet20, strided_cnn
 from laplace_debias.evaluation.sweep import sweep_prior_precision
 from laplace_debias.predictive.predictor import StructuredPredictor
 
-OUTPUT = Path("outputs") / "bench_predictive.json"
 C = 10
 
 
 # %% The networks
-class ResidualBlock(nn.Module):
-    """Two convolutions and a shortcut; BatchNorm has no parameters, as if frozen."""
-
-    def __init__(self, c_in: int, c_out: int, stride: int) -> None:
-        """Make the layers."""
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(c_out, affine=False),
-            nn.ReLU(),
-            nn.Conv2d(c_out, c_out, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(c_out, affine=False),
-        )
-        same = c_in == c_out and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Conv2d(c_in, c_out, 1, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add the two ways."""
-        return torch.relu(self.body(x) + self.shortcut(x))
-
-
-def cnn() -> nn.Module:
-    """The 64,000-parameter CNN for 28x28 images."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 5, stride=2, padding=2),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 5, stride=2, padding=2),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(1568, 32),
-        nn.ReLU(),
-        nn.Linear(32, C),
-    )
-
-
-def resnet20() -> nn.Module:
-    """A ResNet-20 for 32x32 colour images."""
-    layers = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16, affine=False), nn.ReLU()]
-    c_in = 16
-    for width, stride in ((16, 1), (32, 2), (64, 2)):
-        for i in range(3):
-            layers.append(ResidualBlock(c_in, width, stride if i == 0 else 1))
-            c_in = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, C))
-
-
-NETS = {"cnn": (cnn, (1, 28, 28)), "resnet20": (resnet20, (3, 32, 32))}
+ROOT = Path(__file__).resolve().parents[2]
+NETS = {"cnn": (strided_cnn, (1, 28, 28)), "resnet20": (resnet20, (3, 32, 32))}
 
 
 def fitted(name: str, dtype: torch.dtype = torch.float32) -> tuple[KronLaplace, tuple[int, ...]]:
@@ -150,7 +108,7 @@ def errors(name: str, n: int = 4) -> dict[str, float]:
     return worst
 
 
-def network(name: str, n: int, sizes: dict[str, list[int]]) -> dict:
+def network(name: str, n: int, sizes: dict[str, list[int]], at_least: float = 1.0) -> dict:
     """Bars for one network: ratios to laplace-torch and to bare backward passes."""
     la, shape = fitted(name)
     x, y = torch.randn(n, *shape), torch.randint(C, (n,))
@@ -159,19 +117,20 @@ def network(name: str, n: int, sizes: dict[str, list[int]]) -> dict:
     base = min(way["seconds_per_image"] for way in theirs.values())
     result = {"n": n, "upstream": theirs, "relative_error": errors(name)}
     la.model.eval()
-    bare = seconds(lambda: backward_passes(la.model, x)) / n
+    bare = seconds(lambda: backward_passes(la.model, x), at_least) / n
     result["backward_passes_seconds_per_image"] = bare
     for k in (1, 14, 100):
-        ours = seconds(lambda k=k: sweep_prior_precision(la, loader, grid(k))) / n
+        ours = seconds(lambda k=k: sweep_prior_precision(la, loader, grid(k)), at_least) / n
         predictor = StructuredPredictor(la, grid(k))
-        variances = seconds(lambda p=predictor: p(x, diagonal_output=True)) / n
+        variances = seconds(lambda p=predictor: p(x, diagonal_output=True), at_least) / n
         result[f"sweep_{k}"] = {
             "seconds_per_image": ours,
             "variances_only_seconds_per_image": variances,
             "times_faster_than_upstream": k * base / ours,
             "times_backward_passes": ours / bare,
         }
-    half = seconds(lambda: sweep_prior_precision(la, [(x[: n // 2], y[: n // 2])], grid(14)))
+    some = [(x[: n // 2], y[: n // 2])]
+    half = seconds(lambda: sweep_prior_precision(la, some, grid(14)), at_least)
     result["growth"] = {
         "twice_the_data": result["sweep_14"]["seconds_per_image"] * n / half,
         "14_to_100_points": result["sweep_100"]["seconds_per_image"]
@@ -200,8 +159,8 @@ def last_layer(d: int = 2048, classes: int = 3000) -> KronLLLaplace:
 # %% Peak memory, in fresh processes
 def peak_memory(task: str) -> dict:
     """Run a task in a fresh process; return its peak memory in MB, in all and beyond the start."""
-    command = [sys.executable, __file__, "--memory", task]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    command = [sys.executable, "-m", "examples.benchmarks.predictive", "--memory", task]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     return json.loads(out.splitlines()[-1])
 
 
@@ -210,7 +169,7 @@ def _resident(field: str) -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 1024
-    raise RuntimeError(f"Expected {field} in /proc/self/status, found none. Run on Linux.")
+    raise RuntimeError(f"Expected {field} in /proc/self/status, got none. Remedy: run on Linux.")
 
 
 def measure_memory(task: str) -> None:
@@ -266,6 +225,8 @@ def table(results: dict) -> str:
 
     bars = {"cnn": (">= 25", ">= 300", ">= 1500"), "resnet20": (">= 5", ">= 60", ">= 400")}
     for name, (one, few, many) in bars.items():
+        if name not in results:
+            continue
         for k, bar in ((1, one), (14, few), (100, many)):
             ratio = results[name][f"sweep_{k}"]["times_faster_than_upstream"]
             line(f"{name}: {k} points, times faster", ratio, bar)
@@ -275,6 +236,8 @@ def table(results: dict) -> str:
         growth = results[name]["growth"]
         line(f"{name}: 14 -> 100 points, times", growth["14_to_100_points"], "< 1.5")
         line(f"{name}: twice the data, times", growth["twice_the_data"], "2")
+    if "memory" not in results:
+        return "\n".join(lines)
     ratio = results["resnet20"]["sweep_14"]["times_backward_passes"]
     line("resnet20: 14 points / C backward passes", ratio, "<= 2")
     peak = results["memory"]
@@ -285,13 +248,15 @@ def table(results: dict) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Run everything, print the table, write the JSON."""
-    warnings.filterwarnings("ignore")
+def measure(quick: bool) -> dict:
+    """Time and weigh everything, or the CNN alone on a few images."""
+    results = {"threads": torch.get_num_threads()}
+    if quick:
+        sizes = {"la(x)": [1], "functional_variance": [1]}
+        return results | {"cnn": network("cnn", 4, sizes, at_least=0.0)}
     x = torch.randn(256, 2048)
     predictor = StructuredPredictor(last_layer())
-    results = {
-        "threads": torch.get_num_threads(),
+    return results | {
         "cnn": network("cnn", 250, {"la(x)": [1, 4, 16], "functional_variance": [1, 8, 32, 64]}),
         "resnet20": network("resnet20", 64, {"la(x)": [1, 4], "functional_variance": [1, 4, 16]}),
         "memory": memory(),
@@ -300,13 +265,28 @@ def main() -> None:
             "memory": peak_memory("last_layer:256"),
         },
     }
-    OUTPUT.parent.mkdir(exist_ok=True)
-    OUTPUT.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def main(argv: list[str] | None = None) -> dict | None:
+    """Run everything, print the table, write the JSON; or print the peak memory of one task."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="seconds, for a first look")
+    parser.add_argument("--memory", metavar="TASK", help="print the peak memory of one task")
+    parser.add_argument("--output", type=Path, default=Path("outputs/bench_predictive.json"))
+    args = parser.parse_args(argv)
+    if args.memory:
+        measure_memory(args.memory)
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = measure(args.quick)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(results, indent=2) + "\n")
     print(table(results))
+    return results
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--memory", metavar="TASK", help="print the peak memory of one task")
-    task = parser.parse_args().memory
-    measure_memory(task) if task else main()
+    main()

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from bench_kfac import ResidualBlock
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from examples.cifar10.data import load_cifar
+from examples.networks import all_cnn_c, digits_cnn, resnet, strided_cnn
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]  # inputs and labels for training, then for test
 
@@ -44,50 +47,13 @@ def mnist(folder: Path | None = None) -> Data:
 
 def cifar10(folder: Path | None = None) -> Data:
     """CIFAR-10 from a folder that holds `cifar-10-batches-py`; the paper's 40,000 for training."""
-    from cifar10.data import load_cifar
-
     if folder is None:
-        raise ValueError("Expected --folder with cifar-10-batches-py for CIFAR-10, got none.")
+        raise ValueError(
+            "Expected --folder with CIFAR-10, got none. Remedy: --folder DATA, where DATA holds "
+            "cifar-10-batches-py."
+        )
     data = load_cifar(folder)
     return *data.train.to_dataset().tensors, *data.test.to_dataset().tensors
-
-
-# %% Networks
-def digits_net() -> nn.Sequential:
-    """Two small convolutions and two linear layers."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
-        nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Flatten(), nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10),
-    )  # fmt: skip
-
-
-def strided_net(channels: int, features: int) -> nn.Sequential:
-    """Two strided 5x5 convolutions and two linear layers."""
-    return nn.Sequential(
-        nn.Conv2d(channels, 16, 5, stride=2, padding=2), nn.ReLU(),
-        nn.Conv2d(16, 32, 5, stride=2, padding=2), nn.ReLU(),
-        nn.Flatten(), nn.Linear(features, 32), nn.ReLU(), nn.Linear(32, 10),
-    )  # fmt: skip
-
-
-def mnist_net() -> nn.Sequential:
-    """For 28x28 images."""
-    return strided_net(1, 1568)
-
-
-def cifar10_net() -> nn.Sequential:
-    """For 32x32 images in colour."""
-    return strided_net(3, 2048)
-
-
-def narrow_resnet() -> nn.Sequential:
-    """Three residual blocks with BatchNorm, of 8 to 32 channels."""
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
-        ResidualBlock(8, 8, 1), ResidualBlock(8, 16, 2), ResidualBlock(16, 32, 2),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
-    )  # fmt: skip
 
 
 # %% Problems
@@ -103,10 +69,10 @@ class Recipe:
 
 
 PROBLEMS = {
-    "digits": Recipe(digits, digits_net, 1e-3, 64, 60),
-    "digits-resnet": Recipe(digits, narrow_resnet, 3e-3, 64, 25),
-    "mnist": Recipe(mnist, mnist_net, 1e-3, 128, 30),
-    "cifar10": Recipe(cifar10, cifar10_net, 1e-3, 128, 30),
+    "digits": Recipe(digits, digits_cnn, 1e-3, 64, 60),
+    "digits-resnet": Recipe(digits, partial(resnet, 1, (8, 16, 32)), 3e-3, 64, 25),
+    "mnist": Recipe(mnist, strided_cnn, 1e-3, 128, 30),
+    "cifar10": Recipe(cifar10, partial(strided_cnn, 3, 32), 1e-3, 128, 30),
 }
 
 
@@ -156,7 +122,10 @@ def trained_problem(
     """
     recipe = PROBLEMS[name]
     if weights is not None and name != "cifar10":
-        raise ValueError(f"Expected --weights with --data cifar10 only, got --data {name}.")
+        raise ValueError(
+            f"Expected --weights with --data cifar10 only, got --data {name}. Remedy: leave "
+            "--weights out, and the network is trained."
+        )
     x, y, x_test, y_test = recipe.load(folder)
     x, y, x_test, y_test = x[:train_size], y[:train_size], x_test[:test_size], y_test[:test_size]
     torch.manual_seed(seed)
@@ -164,8 +133,6 @@ def trained_problem(
         model = recipe.build()
         train(model, x, y, recipe, epochs or recipe.epochs, seed + 1)
     else:
-        from cifar10.models import all_cnn_c
-
         model = all_cnn_c()
         model.load_state_dict(torch.load(weights, weights_only=True))
     for p in model.parameters():

@@ -6,14 +6,14 @@ mini-batch with much the same top eigenvectors. Labels that must be memorised on
 datum a direction of its own, as a network fully trained on CIFAR-100 has.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-FOLDER = Path(__file__).resolve().parent
+from examples.cifar10.data import load_cifar
+from examples.networks import digits_mlp, make_model
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,7 @@ def digits_model(width: int = 256) -> nn.Sequential:
     """Return a network with two hidden layers (85,002 parameters), from a fixed seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Linear(64, width),
-            nn.ReLU(),
-            nn.Linear(width, width),
-            nn.ReLU(),
-            nn.Linear(width, 10),
-        )
+        return digits_mlp(width)
 
 
 def train(
@@ -98,7 +92,7 @@ def digits_problem(label_noise: float = 0.5, epochs: int = 100, width: int = 256
 
 
 def cifar_problem(
-    name: str, root: Path, model_name: str, checkpoint: Path, num_data: int | None = None
+    name: str, root: Path, model_name: str, checkpoint: Path, n_data: int | None = None
 ) -> Problem:
     """Return CIFAR-10 or CIFAR-100 with All-CNN-C or a ConvNet d-w from a saved state dict.
 
@@ -107,18 +101,14 @@ def cifar_problem(
         root: Folder that holds the data set's own folder.
         model_name: ``"allcnnc"`` or ``"convnet-d-w"``, e.g. ``"convnet-4-64"``.
         checkpoint: State dict, or a dict that holds one under ``"model"``.
-        num_data: Use the first training and test images only.
+        n_data: Use the first training and test images only.
     """
-    sys.path.insert(0, str(FOLDER / "cifar10"))
-    from data import load_cifar
-    from models import make_model
-
     cifar = load_cifar(root, name)
     state = torch.load(checkpoint, weights_only=True)
-    model = make_model(model_name, cifar.num_classes)
+    model = make_model(model_name, cifar.n_classes)
     model.load_state_dict(state.get("model", state))
     splits = [
-        split if num_data is None else split.first(num_data) for split in (cifar.train, cifar.test)
+        split if n_data is None else split.first(n_data) for split in (cifar.train, cifar.test)
     ]
     train_data, test_data = (split.to_dataset().tensors for split in splits)
     l2 = {"cifar10": 1e-3, "cifar100": 5e-4}[name] if model_name == "allcnnc" else 0.0
@@ -131,7 +121,7 @@ def add_problem_flags(parser, label_noise: float) -> None:
     parser.add_argument("--root", type=Path, help="folder that holds cifar-10-batches-py etc.")
     parser.add_argument("--model", default="allcnnc", help="allcnnc or convnet-d-w (CIFAR only)")
     parser.add_argument("--checkpoint", type=Path, help="state dict of the network (CIFAR only)")
-    parser.add_argument("--num-data", type=int, help="use the first images only (CIFAR only)")
+    parser.add_argument("--n-data", type=int, help="use the first images only (CIFAR only)")
     parser.add_argument("--label-noise", type=float, default=label_noise, help="digits only")
     parser.add_argument("--epochs", type=int, default=100, help="of training (digits only)")
     parser.add_argument("--width", type=int, default=256, help="of the network (digits only)")
@@ -143,5 +133,9 @@ def load_problem(args) -> Problem:
     if args.data == "digits":
         return digits_problem(args.label_noise, args.epochs, args.width)
     if args.root is None or args.checkpoint is None:
-        raise SystemExit(f"--data {args.data} needs --root and --checkpoint as well.")
-    return cifar_problem(args.data, args.root, args.model, args.checkpoint, args.num_data)
+        raise SystemExit(
+            f"Expected --root and --checkpoint with --data {args.data}, got {args.root} and "
+            f"{args.checkpoint}. Remedy: --root is the folder with the data set, --checkpoint a "
+            "state dict, as examples.cifar10.train writes it."
+        )
+    return cifar_problem(args.data, args.root, args.model, args.checkpoint, args.n_data)

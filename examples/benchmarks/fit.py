@@ -1,9 +1,12 @@
-"""Time of whole fits on All-CNN-C, as ratios within one run.
+"""Time of whole fits on All-CNN-C, or another of the paper's networks, as ratios within one run.
 
 A single mini-batch of M, two of M / 2 (debiased), and the cross-fitted posterior with curvature
 sampling (A from 4 M data, 8 M scored), all with the default backend; and what a fit on a whole
 training set of 40,000 would take against M = 512 with all of it scored, from the time per datum
-measured here. Run `python examples/bench_fit.py`; JSON goes to `outputs/bench_fit.json`.
+measured here. JSON goes to `outputs/bench_fit.json`.
+
+    python -m examples.benchmarks.fit
+    python -m examples.benchmarks.fit --model convnet-1-8 --budget 8    # a few seconds
 """
 
 # %% Imports
@@ -16,10 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_kfac import all_cnn_c, best_times
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from examples.benchmarks.kfac import best_times
+from examples.networks import make_model
 from laplace_debias import Laplace
 from laplace_debias.kfac.engine import kfac_factors
 from laplace_debias.kfac.factors import decompose, reevaluate
@@ -59,13 +63,16 @@ def debiasing_seconds(model: nn.Module, data: TensorDataset, M: int) -> float:
 # %% The table
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Time the fits, print the ratios, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="allcnnc", help="allcnnc or convnet-d-w")
     parser.add_argument("--budget", type=int, default=64, help="M")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("outputs/bench_fit.json"))
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    M, model = args.budget, all_cnn_c().eval()
+    M, model = args.budget, make_model(args.model).eval()
     data = TensorDataset(torch.randn(8 * M, 3, 32, 32), torch.randint(10, (8 * M,)))
     times = best_times(fits(model, data, M), args.repeats)
 
@@ -96,7 +103,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     for name, ratio in result.items():
         print(f"{name:<62}{ratio:10.3f}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps({"budget": M, "seconds": times, "ratios": result}, indent=2))
+    args.output.write_text(
+        json.dumps({"model": args.model, "budget": M, "seconds": times, "ratios": result}, indent=2)
+    )
     return result
 
 

