@@ -17,7 +17,7 @@ from laplace_debias.predictive.links import class_probabilities, needs_diagonal_
 from laplace_debias.predictive.predictor import StructuredPredictor
 from laplace_debias.predictive.shared import SharedPredictor
 
-__all__ = ["evaluate_sets", "laplace_run", "vanilla_run"]
+__all__ = ["evaluate_sets", "laplace_run", "plain_run"]
 
 _METRICS = ("accuracy", "nll", "ece", "brier", "mean_entropy")
 # reads a loader and hands over (i, probabilities [n, C], labels [n]) for each prediction i
@@ -25,7 +25,7 @@ Update = Callable[[int, Tensor, Tensor], None]
 Run = Callable[[Iterable[Any], Update], None]
 
 
-def vanilla_run(model: nn.Module, key_y: str = "labels") -> Run:
+def plain_run(model: nn.Module, key_y: str = "labels") -> Run:
     """Predictions of the plain model.
 
     Args:
@@ -33,7 +33,7 @@ def vanilla_run(model: nn.Module, key_y: str = "labels") -> Run:
         key_y: Key of the labels in mini-batches that are mappings.
 
     Example:
-        >>> run = vanilla_run(nn.Linear(2, 3))
+        >>> run = plain_run(nn.Linear(2, 3))
         >>> run([(torch.ones(4, 2), torch.zeros(4))], lambda i, probs, y: print(i, probs.shape))
         0 torch.Size([4, 3])
     """

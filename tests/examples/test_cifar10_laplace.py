@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from laplace_debias.comparison.compare import compare
+from laplace_debias.comparison import CustomMethod, compare
 from laplace_debias.kfac.engine import kfac_factors
 from laplace_debias.kfac.factors import DataFactors
+from laplace_debias.storage import CellStore
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cifar10"
 MODULES = "models data train corruptions reference draws laplace_experiment runtime".split()
@@ -189,9 +190,10 @@ def test_nested_draws_are_the_comparisons_own(example, problem, budget):
     model.double()
     loader = DataLoader(train.to_dataset(torch.float64), batch_size=32)
     settings = dict(budgets=(budget,), n_draws=2, prior_precisions=(0.1, 3.0), seed=7)
-    own = compare(model, loader, loader, methods=("single", "debiased"), **settings)
+    own = compare(model, loader, loader, methods=("single", "two-batch"), **settings)
     draws = example.draws.NestedDraws(model, train, [budget], seed=7)
-    nested = compare(model, loader, loader, methods=(), fits=draws.fits, **settings)
+    methods = [CustomMethod(name, fit) for name, fit in draws.fits.items()]
+    nested = compare(model, loader, loader, methods=methods, **settings)
     for a, b in zip(own.rows, nested.rows, strict=True):
         assert (a.method, a.batch_size, a.draw) == (b.method, b.batch_size, b.draw)
         assert b.metrics["nll"] == pytest.approx(a.metrics["nll"], rel=1e-8)
@@ -218,10 +220,10 @@ def test_experiment_from_data_to_figure(example, files, library, tmp_path, capsy
     result = experiment.main(argv)
     assert result.reference == "large-batch" and result.budgets("large-batch") == (24,)
     assert result.methods == (
-        "vanilla",
+        "plain",
         "large-batch",
         "single",
-        "debiased",
+        "two-batch",
         "crossfit-curvature",
     )
     assert len(result.rows) == 1 + 14 * (1 + 3 * 2 * 2)
@@ -230,7 +232,7 @@ def test_experiment_from_data_to_figure(example, files, library, tmp_path, capsy
     assert betas[0] == pytest.approx(1e-4) and betas[-1] == pytest.approx(10)
     assert {"train_nll", "c1_nll", "c1_auroc"} < set(result.metrics)
     printed = capsys.readouterr().out
-    assert "Gap ratio debiased / single" in printed and "c1     ece" in printed
+    assert "Gap ratio two-batch / single" in printed and "c1     ece" in printed
     ratio = result.gap_ratio("c1_nll")[16]
     line = next(line for line in printed.splitlines() if line.startswith("c1     nll"))
     assert line.split()[-1] == f"{ratio:.2f}"
@@ -258,7 +260,7 @@ def test_experiment_goes_on_after_an_interruption(example, files, tmp_path, monk
     argv = arguments(files, tmp_path / "cut", *small)
     assert experiment.main([*argv, "--max-images", "20"]) is None  # the reference is not complete
     fitted = []
-    originals = {name: getattr(draws.NestedDraws, name) for name in ("single", "debiased")}
+    originals = {name: getattr(draws.NestedDraws, name) for name in ("single", "two_batch")}
 
     def spy(name, stop):
         def fit(self, budget, draw):
@@ -279,19 +281,18 @@ def test_experiment_goes_on_after_an_interruption(example, files, tmp_path, monk
     assert len(result.rows) == len(expected.rows)
     for row, other in zip(result.rows, expected.rows, strict=True):
         assert row.metrics == pytest.approx(other.metrics, rel=1e-4)
-    # full + single-0 were finished together; debiased-0 was fitted, but its group was cut
+    # full + single-0 were finished together; two-batch-0 was fitted, but its group was cut
     assert fitted.count(("single", 8, 0)) == 1
-    assert fitted.count(("debiased", 8, 0)) == 2
+    assert fitted.count(("two_batch", 8, 0)) == 2
     assert len(fitted) == 2 + 3
 
 
 def test_redrawing_takes_the_largest_reference(example, tmp_path):
     def cell(name, method, budget, nll):
         row = dict(method=method, budget=budget, batch_size=budget, draw=0, prior_precision=1.0)
-        content = {"fingerprint": "", "content": [row | {"metrics": {"nll": nll}}]}
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        store.put(name, [row | {"metrics": {"nll": nll}}])
 
-    (tmp_path / "config.json").write_text('{"n_data": 32}')
+    store = CellStore(tmp_path, {"options": {"n_data": 32}})
     cell("single-8-0", "single", 8, 2.0)
     cell("large-batch-16-a", "large-batch", 16, 5.0)
     cell("large-batch-24-b", "large-batch", 24, 1.5)
@@ -307,7 +308,7 @@ def test_redrawing_takes_the_largest_reference(example, tmp_path):
 def test_the_reported_run_can_be_redrawn(example):
     result = example.laplace_experiment.load_cells(EXAMPLE / "reported" / "cells")
     assert (result.reference, result.budgets("large-batch")) == ("large-batch", (8000,))
-    methods, budgets = ("single", "debiased", "crossfit-curvature"), (64, 256, 1024)
+    methods, budgets = ("single", "two-batch", "crossfit-curvature"), (64, 256, 1024)
     for method in methods:
         assert {(row.budget, row.draw) for row in result.select(method)} == {
             (budget, draw) for budget in budgets for draw in range(5)
@@ -333,15 +334,15 @@ def test_experiment_wants_its_inputs(example, tmp_path, capsys):
 def test_runtimes_of_every_stage(example, files, tmp_path, capsys):
     more = "--budgets 8 --n-runs 2 --n-samples 3 --large-size".split()
     times = example.runtime.main(arguments(files, tmp_path, *more, 32))
-    assert list(times) == ["single 8", "debiased 2 x 4", "full"]
-    assert set(times["debiased 2 x 4"]) == {"construct", "decompose", "debias", "sample"}
+    assert list(times) == ["single 8", "two-batch 2 x 4", "full"]
+    assert set(times["two-batch 2 x 4"]) == {"construct", "decompose", "debias", "sample"}
     assert set(times["full"]) == {"construct", "decompose", "sample"}
     assert all(len(runs) == 2 and min(runs) > 0 for s in times.values() for runs in s.values())
     content = json.loads((tmp_path / "runtime.json").read_text())
     assert content["seconds"] == times and content["settings"]["n_samples"] == 3
     assert str(files) not in json.dumps(content)
     assert (tmp_path / "runtime.png").stat().st_size > 0
-    assert "debiased 2 x 4" in capsys.readouterr().out
+    assert "two-batch 2 x 4" in capsys.readouterr().out
     named = example.runtime.main(arguments(files, tmp_path, *more, 16, "--n-runs", 1))
     assert "large-batch 16" in named and "full" not in named
     with pytest.raises(ValueError, match="at most N = 32 training images"):
