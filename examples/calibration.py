@@ -7,8 +7,8 @@ scikit-learn; nothing is downloaded). Its Laplace approximation is then fitted f
 data. The two-batch one should follow the full-batch one more closely than the single one does, at
 every budget of data.
 
-    python examples/calibration.py            # a minute or two; figures go to outputs/
-    python examples/calibration.py --small    # a few seconds, for a first look
+    python -m examples.calibration            # a minute or two; figures go to outputs/
+    python -m examples.calibration --small    # a few seconds, for a first look
 """
 
 import argparse
@@ -22,6 +22,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from examples.networks import digits_cnn, weights_and_biases
 from laplace_debias.comparison.compare import compare
 from laplace_debias.comparison.result import ComparisonResult
 from laplace_debias.evaluation.evaluate import evaluate
@@ -71,18 +72,8 @@ def corrupt(X: Tensor, noise: float = 0.3, seed: int = 1) -> Tensor:
 def train_network(data: TensorDataset, epochs: int, seed: int = 0) -> nn.Sequential:
     """Train a small CNN of 38,000 weights, and freeze its biases."""
     torch.manual_seed(seed)
-    model = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(32 * 4 * 4, 64),
-        nn.ReLU(),
-        nn.Linear(64, 10),
-    )
-    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
-    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    model = digits_cnn(hidden=64)
+    weights, biases = weights_and_biases(model)
     groups = [{"params": weights, "weight_decay": 1e-3}, {"params": biases}]
     optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)

@@ -4,10 +4,14 @@
 # Conjugate gradients (CG) on a mini-batch measure each step on the data that chose its direction,
 # so the steps are wrong, often in sign. Debiased CG keeps the directions and measures the steps on
 # a second mini-batch. At equal cost (one mini-batch of M data, or two of M/2) it does not diverge.
-#
-# Run `python examples/debiased_cg.py` for digits, or with All-CNN-C on CIFAR-10:
-# `--data cifar10 --root DATA --checkpoint STATE.pt --batch-sizes 512 1024 2048`.
-"""Loss and accuracy along 30 CG iterations, single-batch against debiased, at equal cost."""
+r"""Loss and accuracy along 30 CG iterations, single-batch against debiased, at equal cost.
+
+    python -m examples.debiased_cg      # digits
+    python -m examples.debiased_cg --data cifar10 --root DATA --checkpoint STATE.pt \
+        --batch-sizes 512 1024 2048     # All-CNN-C
+
+Runs that are done and the picture are kept in ``outputs/``.
+"""
 
 import argparse
 from dataclasses import asdict
@@ -16,9 +20,9 @@ from pathlib import Path
 
 import matplotlib
 import torch
-from quadratics_setup import add_problem_flags, load_problem
 from torch import nn
 
+from examples.quadratic_problems import add_problem_flags, load_problem
 from laplace_debias.quadratics import Quadratic, cg, debiased_cg, partition
 from laplace_debias.quadratics.trajectory import TrajectoryMetrics, evaluate_trajectory
 from laplace_debias.storage import CellStore
@@ -87,7 +91,9 @@ def final_losses(pairs):
 
 def main(argv: list[str] | None = None) -> None:
     """Run everything and save the pictures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_problem_flags(parser, label_noise=0.0)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 256, 512])
     parser.add_argument("--draws", type=int, default=5)

@@ -4,19 +4,23 @@
 # A network's loss is, near its minimum, a quadratic. A mini-batch gives an unbiased estimate of its
 # matrix, and yet a *biased* picture of its shape: the directions of largest curvature were chosen
 # on that mini-batch, so curvature along them is too large there (regression to the mean).
-#
-# Run `python examples/quadratic_bias.py` for digits, in a minute, or with All-CNN-C on CIFAR-10:
-# `--data cifar10 --root DATA --checkpoint STATE.pt --batch-size 512 --k 100 --num-data 4096`.
-"""Pictures of the bias: top planes, slopes and curvatures, overlaps, magnitudes, batch sizes."""
+r"""Pictures of the bias: top planes, slopes and curvatures, overlaps, magnitudes, batch sizes.
+
+    python -m examples.quadratic_bias   # digits, in a minute
+    python -m examples.quadratic_bias --data cifar10 --root DATA --checkpoint STATE.pt \
+        --batch-size 512 --k 100 --n-data 4096      # All-CNN-C
+
+Studies that are done and the pictures are kept in ``outputs/``.
+"""
 
 import argparse
 from pathlib import Path
 
 import matplotlib
 import torch
-from quadratics_setup import add_problem_flags, digits_model, load_problem, train
 from torch import nn
 
+from examples.quadratic_problems import add_problem_flags, digits_model, load_problem, train
 from laplace_debias.quadratics import (
     Quadratic,
     bias_by_batch_size,
@@ -146,7 +150,9 @@ def dependence(problem, args, path, options):
 # How large is the bias, which batch size would be enough, and what does debiasing buy?
 def main(argv: list[str] | None = None) -> None:
     """Run everything and save the pictures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_problem_flags(parser, label_noise=0.5)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--k", type=int, default=20, help="number of directions")

@@ -10,10 +10,10 @@ import copy
 from functools import reduce
 
 import torch
-from data import Split
-from reference import factors_of, merged
 from torch import nn
 
+from examples.cifar10.data import Split
+from examples.cifar10.reference import factors_of, merged
 from laplace_debias.comparison.options import Fit
 from laplace_debias.kfac.factors import DataFactors
 from laplace_debias.posterior.factory import Laplace

@@ -1,8 +1,8 @@
 """The paper's Laplace experiment on CIFAR-10: how close do two mini-batches come to all the data?
 
-    python examples/cifar10/laplace_experiment.py --data DATA --weights WEIGHTS --out OUT
-    python examples/cifar10/laplace_experiment.py ... --reference-size 8000     # 'large-batch'
-    python examples/cifar10/laplace_experiment.py --out OUT --redraw            # from OUT's cells
+    python -m examples.cifar10.laplace_experiment --data DATA --weights WEIGHTS --out OUT
+    python -m examples.cifar10.laplace_experiment ... --reference-size 8000     # 'large-batch'
+    python -m examples.cifar10.laplace_experiment --out OUT --redraw            # from OUT's cells
 
 A trained network (`train.py`) gets K-FAC Laplace approximations from single mini-batches of 64, 256
 and 1024 images, from two of half the size (two-batch), and from all 40,000 training images, at 14
@@ -25,15 +25,15 @@ import sys
 from pathlib import Path
 
 import torch
-from corruptions import SEVERITIES, make_corrupted, read_published
-from data import Cifar, Split, load_cifar
-from draws import NestedDraws
-from models import make_model, weights_and_biases
-from reference import reference_factors
 from torch import nn
 from torch.utils.data import DataLoader
-from train import save_atomically
 
+from examples.cifar10.corruptions import SEVERITIES, make_corrupted, read_published
+from examples.cifar10.data import Cifar, Split, load_cifar
+from examples.cifar10.draws import NestedDraws
+from examples.cifar10.reference import reference_factors
+from examples.cifar10.train import save_atomically
+from examples.networks import make_model, weights_and_biases
 from laplace_debias.comparison import (
     ComparisonResult,
     ComparisonRow,
@@ -53,9 +53,9 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 CROSSFIT = "crossfit-curvature"
 
 
-def load_model(name: str, weights: Path, num_classes: int) -> nn.Module:
+def load_model(name: str, weights: Path, n_classes: int) -> nn.Module:
     """Build a network, load its weights (a state dict, or a checkpoint), freeze its biases."""
-    model = make_model(name, num_classes)
+    model = make_model(name, n_classes)
     state = torch.load(weights, weights_only=True)
     model.load_state_dict(state.get("model", state))
     for bias in weights_and_biases(model)[1]:
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> ComparisonResult | None:
     cifar = load_cifar(args.data, args.dataset, args.validation_size)
     if args.reference_size == len(cifar.train):
         args.reference_size = None  # all of them: the full batch
-    model = load_model(args.model, args.weights, cifar.num_classes)
+    model = load_model(args.model, args.weights, cifar.n_classes)
     corrupted = corrupted_splits(cifar, args, cache)
     reference = None if args.draws else reference_posterior(model, cifar, args, cache)
     if reference is None and not args.draws:

@@ -12,11 +12,11 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from data import Split, normalise
 from torch import Tensor, nn
 from tqdm import tqdm
-from train import save_atomically
 
+from examples.cifar10.data import Split, normalise
+from examples.cifar10.train import save_atomically
 from laplace_debias.kfac.engine import kfac_factors
 from laplace_debias.kfac.factors import DataFactors, merge
 from laplace_debias.storage.fingerprints import model_hash

@@ -1,7 +1,7 @@
 """What debiasing costs: seconds of every stage of a K-FAC Laplace approximation, over five runs.
 
-    python examples/cifar10/runtime.py --data DATA --weights WEIGHTS --out OUT
-    python examples/cifar10/runtime.py ... --large-size 40000          # the full batch: hours
+    python -m examples.cifar10.runtime --data DATA --weights WEIGHTS --out OUT
+    python -m examples.cifar10.runtime ... --large-size 40000          # the full batch: hours
 
 Stages: *construct* the factors (on one mini-batch of M images, on two of M / 2, on very many);
 *decompose* them, which every method needs to sample; *debias*, re-evaluate the curvatures along the
@@ -18,12 +18,12 @@ from statistics import fmean, stdev
 from time import perf_counter
 
 import torch
-from data import Split, load_cifar
-from laplace_experiment import DTYPES, load_model
-from reference import factors_of
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
+from examples.cifar10.data import Split, load_cifar
+from examples.cifar10.laplace_experiment import DTYPES, load_model
+from examples.cifar10.reference import factors_of
 from laplace_debias.debias.fitting import Fitted
 from laplace_debias.kfac.factors import decompose, reevaluate, rescale
 
@@ -84,7 +84,7 @@ def time_method(
 def measure(args: argparse.Namespace) -> Times:
     """Time every method; runs alternate between methods, after a warm-up that is not counted."""
     cifar = load_cifar(args.data, args.dataset, args.validation_size)
-    model = load_model(args.model, args.weights, cifar.num_classes)
+    model = load_model(args.model, args.weights, cifar.n_classes)
     computing = copy.deepcopy(model).to(DTYPES[args.factor_dtype])
     N = len(cifar.train)
     if not 1 <= args.large_size <= N or max(args.budgets) > N:

@@ -14,8 +14,7 @@ from laplace_debias.evaluation.metrics import CalibrationMetrics, entropy_auroc
 from laplace_debias.evaluation.sweep import batches
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.predictive.links import class_probabilities, needs_diagonal_only
-from laplace_debias.predictive.predictor import StructuredPredictor
-from laplace_debias.predictive.shared import SharedPredictor
+from laplace_debias.predictive.predictor import SharedPredictor, StructuredPredictor
 
 __all__ = ["evaluate_sets", "laplace_run", "plain_run"]
 

@@ -7,20 +7,16 @@ reservoirs hold.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from laplace_debias.data.reading import as_batches, unpack
-from laplace_debias.network.capture import Inputs, take
+from laplace_debias.data.inputs import Batch, Inputs, take
 
-__all__ = ["MapStyle", "concatenate", "is_map_style", "segments", "unpacked"]
-
-Batch = tuple[Inputs, Tensor]
+__all__ = ["MapStyle", "is_map_style", "segments"]
 
 
 def is_map_style(loader: Iterable[Any]) -> bool:
@@ -100,26 +96,6 @@ class MapStyle:
         )
 
 
-def unpacked(batches: Iterable[Any], device: torch.device, dict_key_y: str) -> Iterator[Batch]:
-    """Inputs and targets of mini-batches on a device.
-
-    Args:
-        batches: A loader, any iterable of mini-batches, or one mini-batch ``(X, y)``.
-        device: Device of the model.
-        dict_key_y: Key of the targets in a mapping.
-
-    Yields:
-        ``(X, y)``; X is the mapping itself for mappings, with the targets left in it.
-
-    Example:
-        >>> batch = (torch.ones(2, 3), torch.zeros(2))
-        >>> [len(y) for _, y in unpacked([batch], torch.device("cpu"), "y")]
-        [2]
-    """
-    for batch in as_batches(batches):
-        yield unpack(batch, device, dict_key_y)
-
-
 def segments(
     batches: Iterable[Batch], sizes: Sequence[int], key: str
 ) -> Iterator[tuple[int, Inputs, Tensor]]:
@@ -148,25 +124,3 @@ def segments(
             rows = slice(start, stop)
             yield number, take(X, rows, key), y[rows]
         seen += len(y)
-
-
-def concatenate(parts: Sequence[Inputs]) -> Inputs:
-    """Put inputs of several data together.
-
-    Args:
-        parts: Tensors, or mappings of tensors with one row per datum.
-
-    Returns:
-        A tensor, or a mapping like the first one.
-
-    Example:
-        >>> concatenate([torch.zeros(1, 2), torch.ones(2, 2)]).shape
-        torch.Size([3, 2])
-    """
-    if not isinstance(parts[0], MutableMapping):
-        return torch.cat(list(parts))
-    whole = copy.copy(parts[0])
-    for name, value in parts[0].items():
-        if isinstance(value, Tensor) and value.ndim:
-            whole[name] = torch.cat([part[name] for part in parts])
-    return whole

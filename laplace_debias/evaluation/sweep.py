@@ -11,10 +11,10 @@ from laplace.baselaplace import KronLaplace
 from laplace.utils.enums import Likelihood
 from torch import Tensor
 
+from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.reading import as_batches
 from laplace_debias.evaluation.sweep_metrics import Metrics, fresh_metrics, takes_covariance
 from laplace_debias.evaluation.sweep_result import SweepResult
-from laplace_debias.network.capture import Inputs
 from laplace_debias.predictive.eigenblocks import PriorPrecisions, check_fitted
 from laplace_debias.predictive.links import check_link
 from laplace_debias.predictive.predictions import Prediction, check_method, glm_predictions

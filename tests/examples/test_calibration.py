@@ -1,13 +1,10 @@
 """The digits demo runs at a small size, and its result is complete."""
 
-import runpy
-from pathlib import Path
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "calibration.py"
+from examples import calibration
 
 
 def test_calibration_example(tmp_path, capsys):
-    result = runpy.run_path(str(EXAMPLE))["main"](["--small", "--out", str(tmp_path)])
+    result = calibration.main(["--small", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "NLL gap ratio" in printed
     assert set(result.methods) == {"plain", "single", "two-batch", "full"}

@@ -1,12 +1,10 @@
 """The bias studies: exact identities, the paper's claims on a trained network, saving, resuming."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
+from examples.quadratic_problems import digits_problem
 from laplace_debias.quadratics import (
     BatchSizeBias,
     BiasSeries,
@@ -27,9 +25,6 @@ from laplace_debias.quadratics import (
 )
 from tests.oracles_quadratics import book_cg, dense_ggn, dense_hessian, dense_kfac, orthonormal
 from tests.quadratics.test_quadratic import make_classifier
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from quadratics_setup import digits_problem  # noqa: E402
 
 DENSE = {"ggn": dense_ggn, "hessian": dense_hessian}
 
