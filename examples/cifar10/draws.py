@@ -1,7 +1,7 @@
-"""Single-batch and debiased posteriors of one draw from the same factors.
+"""Single and two-batch posteriors of one draw from the same factors.
 
 A draw is a random order of the training images. The single mini-batch of M images takes the first M
-of them; the debiased method takes the first M / 2 for directions and the next M / 2 for curvatures.
+of them; the two-batch method takes the first M / 2 for directions, the next M / 2 for curvatures.
 So the mini-batches of a draw contain each other, and the factors of the few pieces between their
 borders give all of them: 1,024 images for six posteriors, not 2,688.
 """
@@ -15,7 +15,7 @@ from torch import nn
 
 from examples.cifar10.data import Split
 from examples.cifar10.reference import factors_of
-from laplace_debias.comparison.compare import Fit
+from laplace_debias.comparison.options import Fit
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.posterior.factory import Laplace
 from laplace_debias.posterior.from_factors import fit_from_factors
@@ -78,8 +78,8 @@ class NestedDraws:
         fit_from_factors(la, self.factors(draw, 0, budget), len(self.split))
         return la
 
-    def debiased(self, budget: int, draw: int) -> DebiasedKronLaplace:
-        """Fit the debiased posterior of two mini-batches of ``budget / 2`` images."""
+    def two_batch(self, budget: int, draw: int) -> DebiasedKronLaplace:
+        """Fit the posterior of two mini-batches of ``budget / 2`` images."""
         half = budget // 2
         la = Laplace(self.model, "classification", "all", "kron", debias=True)
         directions, curvatures = self.factors(draw, 0, half), self.factors(draw, half, budget)
@@ -88,5 +88,5 @@ class NestedDraws:
 
     @property
     def fits(self) -> dict[str, Fit]:
-        """Both methods by name, for `laplace_debias.comparison.compare.compare`."""
-        return {"single": self.single, "debiased": self.debiased}
+        """Both methods by name, for `CustomMethod`."""
+        return {"single": self.single, "two-batch": self.two_batch}

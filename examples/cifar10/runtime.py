@@ -94,7 +94,7 @@ def measure(args: argparse.Namespace) -> Times:
         )
     large = "full" if args.large_size == N else f"large-batch {args.large_size}"
     methods = {f"single {M}": (M, 1) for M in args.budgets}
-    methods |= {f"debiased 2 x {M // 2}": (M, 2) for M in args.budgets}
+    methods |= {f"two-batch 2 x {M // 2}": (M, 2) for M in args.budgets}
     methods[large] = (args.large_size, 1)
     times: Times = {name: {} for name in methods}
     for number in range(-1, args.n_runs):
