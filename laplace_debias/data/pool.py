@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from laplace_debias.data.reading import as_batches, unpack
 from laplace_debias.network.capture import Inputs, take
 
-__all__ = ["MapStyle", "concatenate", "is_map_style", "segments", "unpacked"]
+__all__ = ["MapStyle", "concatenate", "is_map_style", "segments"]
 
 Batch = tuple[Inputs, Tensor]
 
@@ -98,26 +97,6 @@ class MapStyle:
                 generator=self.generator,
             )
         )
-
-
-def unpacked(batches: Iterable[Any], device: torch.device, dict_key_y: str) -> Iterator[Batch]:
-    """Inputs and targets of mini-batches on a device.
-
-    Args:
-        batches: A loader, any iterable of mini-batches, or one mini-batch ``(X, y)``.
-        device: Device of the model.
-        dict_key_y: Key of the targets in a mapping.
-
-    Yields:
-        ``(X, y)``; X is the mapping itself for mappings, with the targets left in it.
-
-    Example:
-        >>> batch = (torch.ones(2, 3), torch.zeros(2))
-        >>> [len(y) for _, y in unpacked([batch], torch.device("cpu"), "y")]
-        [2]
-    """
-    for batch in as_batches(batches):
-        yield unpack(batch, device, dict_key_y)
 
 
 def segments(

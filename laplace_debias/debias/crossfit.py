@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace_debias.data.pool import Batch, MapStyle, concatenate, is_map_style, segments, unpacked
+from laplace_debias.data.pool import Batch, MapStyle, concatenate, is_map_style, segments
 from laplace_debias.data.reading import check_targets
+from laplace_debias.data.reading import read as read_batches
 from laplace_debias.debias.few_rows import few_rows_from
 from laplace_debias.debias.fitting import Fitted
 from laplace_debias.debias.fold_blocks import crossfit_kron
@@ -97,7 +98,7 @@ def fit_crossfit(
 
         def read(batches: Iterable[Any], phase: str) -> Iterator[Batch]:
             bar.set_description(f"[K-FAC: {phase}]")
-            for X, y in unpacked(batches, device, dict_key_y):
+            for X, y in read_batches(batches, device, dict_key_y, name="train_loader"):
                 yield X, y
                 bar.update()
 
@@ -112,9 +113,7 @@ def _uniform(
     network: Network, batches: Iterator[Batch], options: CrossfitOptions, N: int, key: str
 ) -> CrossFitted:
     """Consecutive data of the loader, cut into folds; further ones for the input factors."""
-    first = next(batches, None)
-    if first is None:
-        raise _too_few(0, options.n_curvature or options.n_folds, options)
+    first = next(batches)
     options = options.resolved(len(first[1]))
     K, M = options.n_folds, options.n_curvature
     extra = max(0, options.n_input - M)
@@ -247,8 +246,6 @@ def _curvature_stream(
         seen += len(y)
         if seen >= options.n_pool:
             break
-    if passed is None:
-        raise _too_few(0, options.n_folds, options)
     folds = []
     for fold, items in zip(reservoirs, kept, strict=True):
         draw = fold.draw()
