@@ -1,8 +1,8 @@
-"""The metrics a sweep knows by name, all of them torchmetrics.
+"""The metrics known by name, for sweeps, grid searches, evaluations and comparisons alike.
 
-Classification metrics are updated with ``(probabilities [n, C], labels [n])``, regression metrics
-with ``(mean [n, C], covariance [n, C, C], targets [n, C])`` or, if they take two arguments, with
-``(mean, targets)``.
+All of them, and whatever a user passes in their place, are updated with a prediction and targets:
+``(log-probabilities [n, C], labels [n])`` for classification, ``(mean [n, D], (co)variance, targets
+[n, D])`` for regression.
 """
 
 from __future__ import annotations
@@ -10,114 +10,176 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
-import torchmetrics
-from laplace.baselaplace import KronLaplace
-from laplace.utils.enums import Likelihood
-from laplace.utils.metrics import RunningNLLMetric
 from torch import Tensor
-from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError
+from torchmetrics import Metric
 
-Metrics = Sequence[str] | Mapping[str, torchmetrics.Metric]
+from laplace_debias.evaluation.metrics import ECE, NLL, Accuracy, Brier, MeanEntropy
+from laplace_debias.evaluation.regression import MSE, RMSE, Coverage, GaussianNLL
+from laplace_debias.network.loss import Likelihood
+
+__all__ = ["LEVELS", "Metrics", "UserMetric", "fresh_metrics", "metric_table"]
+
+Metrics = Sequence[str] | Mapping[str, Metric]
+LEVELS = (0.5, 0.9, 0.95)
+"""Levels of the central intervals whose coverage is measured."""
 
 
-class GaussianNLL(torchmetrics.Metric):
-    r"""Mean negative log density of the targets under the Gaussian predictive.
-
-    :math:`-\log N(y \mid \mu, \Sigma + \sigma^2 I)`, averaged over data; :math:`\sigma` is the
-    observation noise, which laplace-torch's covariances do not contain.
+def metric_table(
+    likelihood: Likelihood,
+    *,
+    n_bins: int = 15,
+    sigma_noise: float | Tensor = 0.0,
+    levels: Sequence[float] = LEVELS,
+) -> dict[str, Callable[[], Metric]]:
+    """Return what makes each metric of a likelihood, by name.
 
     Args:
-        sigma_noise: Standard deviation of the observation noise.
+        likelihood: ``"classification"`` or ``"regression"``.
+        n_bins: Number of bins of the ECE.
+        sigma_noise: Standard deviation of a regression's observation noise.
+        levels: Levels of a regression's central intervals.
+
+    Returns:
+        Constructors of metrics without data.
 
     Example:
-        >>> metric = GaussianNLL(sigma_noise=1.0)
-        >>> metric.update(torch.zeros(1, 1), torch.zeros(1, 1, 1), torch.zeros(1, 1))
-        >>> round(metric.compute().item(), 4)
-        0.9189
+        >>> list(metric_table("classification"))
+        ['accuracy', 'nll', 'ece', 'brier', 'mean_entropy']
+        >>> list(metric_table("regression"))
+        ['nll', 'rmse', 'mse', 'coverage_50', 'coverage_90', 'coverage_95']
     """
-
-    higher_is_better = False
-    is_differentiable = True
-    full_state_update = False
-
-    def __init__(self, sigma_noise: float | Tensor = 1.0) -> None:
-        """Start from no data."""
-        super().__init__()
-        self.noise_variance = float(sigma_noise) ** 2
-        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, mean: Tensor, covariance: Tensor, target: Tensor) -> None:
-        """Add data: ``mean [n, C]``, ``covariance [n, C, C]``, ``target [n, C]``."""
-        n, C = mean.shape
-        noise = self.noise_variance * torch.eye(C, dtype=mean.dtype, device=mean.device)
-        L, info = torch.linalg.cholesky_ex(covariance + noise)
-        residual = (target.reshape(n, C).to(mean.dtype) - mean).unsqueeze(-1)
-        z = torch.linalg.solve_triangular(L, residual, upper=False).squeeze(-1)
-        log_det = 2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        nll = 0.5 * (z.square().sum(-1) + log_det + C * math.log(2 * math.pi))
-        nll = nll.masked_fill(info > 0, math.nan)  # not positive definite: no density
-        self.total += nll.double().sum()
-        self.count += n
-
-    def compute(self) -> Tensor:
-        """Return the mean over all data."""
-        return self.total / self.count
-
-
-def metric_table(la: KronLaplace) -> dict[str, Callable[[], torchmetrics.Metric]]:
-    """Return the metrics known by name for the likelihood of ``la``."""
-    if la.likelihood == Likelihood.REGRESSION:
+    if likelihood == "classification":
         return {
-            "nll": lambda: GaussianNLL(la.sigma_noise),
-            "mse": lambda: torchmetrics.MeanSquaredError(),
+            "accuracy": Accuracy,
+            "nll": NLL,
+            "ece": partial(ECE, n_bins),
+            "brier": Brier,
+            "mean_entropy": MeanEntropy,
         }
-    C = max(2, la.n_outputs)
     return {
-        "nll": RunningNLLMetric,
-        "accuracy": lambda: MulticlassAccuracy(C, average="micro", validate_args=False),
-        "ece": lambda: MulticlassCalibrationError(C, n_bins=15, validate_args=False),
+        "nll": partial(GaussianNLL, sigma_noise),
+        "rmse": partial(RMSE, sigma_noise),
+        "mse": partial(MSE, sigma_noise),
+        **{f"coverage_{100 * q:g}": partial(Coverage, q, sigma_noise) for q in levels},
     }
 
 
 def fresh_metrics(
-    la: KronLaplace, metrics: Metrics, k: int
-) -> dict[str, list[torchmetrics.Metric]]:
-    """Return k fresh copies of every metric, on the model's device.
+    metrics: Metrics,
+    k: int,
+    likelihood: Likelihood,
+    *,
+    sigma_noise: float | Tensor = 0.0,
+    device: torch.device | None = None,
+) -> dict[str, list[Metric]]:
+    """Return k fresh copies of every metric.
+
+    Args:
+        metrics: Names of the table, or a mapping of names to metrics of one's own.
+        k: Number of copies.
+        likelihood: ``"classification"`` or ``"regression"``.
+        sigma_noise: Standard deviation of a regression's observation noise.
+        device: Device of the predictions.
+
+    Returns:
+        By name, k metrics to be updated with ``(*prediction, targets)``.
 
     Raises:
         ValueError: For an unknown name, no metric at all, or something that is not a metric.
+
+    Example:
+        >>> fresh_metrics(["nll"], 2, "classification")
+        {'nll': [NLL(), NLL()]}
     """
-    table = metric_table(la)
+    table = metric_table(likelihood, sigma_noise=sigma_noise)
     if isinstance(metrics, str):
         metrics = [metrics]
     if not metrics:
-        raise ValueError(f"Expected at least one metric, got none. Known: {sorted(table)}.")
-    fresh: dict[str, list[torchmetrics.Metric]] = {}
+        raise ValueError(
+            f"Expected at least one metric, got none. Remedy: choose among {sorted(table)}."
+        )
+    fresh: dict[str, list[Metric]] = {}
     for name in metrics:
-        given = metrics[name] if isinstance(metrics, Mapping) else None
-        if given is None and name not in table:
+        if isinstance(metrics, Mapping):
+            given = metrics[name]
+            if not isinstance(given, Metric):
+                raise ValueError(
+                    f"Expected a torchmetrics.Metric for {name!r}, got {type(given).__name__}. "
+                    "Remedy: wrap the function in a torchmetrics.Metric."
+                )
+            make: Callable[[], Metric] = partial(UserMetric, given)
+        elif name in table:
+            make = table[name]
+        else:
             raise ValueError(
-                f"Expected metrics among {sorted(table)} for {la.likelihood}, got {name!r}. "
-                "Pass a mapping of names to torchmetrics.Metric for your own."
+                f"Expected metrics among {sorted(table)} for {likelihood}, got {name!r}. Remedy: "
+                "pass a mapping of names to torchmetrics.Metric for your own."
             )
-        if given is not None and not isinstance(given, torchmetrics.Metric):
-            raise ValueError(
-                f"Expected a torchmetrics.Metric for {name!r}, got {type(given).__name__}. "
-                "Wrap the function in a torchmetrics.Metric."
-            )
-        fresh[name] = []
-        for _ in range(k):
-            metric = table[name]() if given is None else given.clone()
-            metric.reset()
-            fresh[name].append(metric.to(la._device))
+        fresh[name] = [make().to(device) for _ in range(k)]
     return fresh
 
 
-def takes_covariance(metric: torchmetrics.Metric) -> bool:
-    """Say whether a regression metric's ``update`` takes ``(mean, covariance, target)``."""
+class UserMetric(Metric):
+    """A metric from outside behind the table's interface; NaN where a prediction holds one.
+
+    Classification metrics are handed probabilities ``[n, C]`` and labels; regression metrics the
+    mean ``[n, D]``, the covariance of the functions and the targets or, if their ``update`` takes
+    two arguments, the mean and the targets.
+
+    Args:
+        metric: A metric; a copy of it without data is used.
+
+    Example:
+        >>> from torchmetrics.classification import MulticlassAccuracy
+        >>> metric = UserMetric(MulticlassAccuracy(2, average="micro"))
+        >>> metric.update(torch.tensor([[0.9, 0.1]]).log(), torch.tensor([0]))
+        >>> metric.compute().item()
+        1.0
+    """
+
+    full_state_update = False
+
+    def __init__(self, metric: Metric) -> None:
+        """Start from no data."""
+        super().__init__()
+        self.metric = metric.clone()
+        self.metric.reset()
+        self.add_state("n_nan", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, *arguments: Tensor) -> None:
+        """Add data: a prediction and targets."""
+        *prediction, targets = arguments
+        if any(part.isnan().any() for part in prediction):
+            self.n_nan += 1
+            return
+        if len(prediction) == 1:
+            prediction = [prediction[0].exp()]
+        elif not _takes_covariance(self.metric):
+            prediction = prediction[:1]
+        self.metric.update(*prediction, targets)
+
+    def compute(self) -> Tensor:
+        """Return the metric of all data added so far."""
+        if self.n_nan > 0:
+            return torch.tensor(math.nan)
+        return torch.as_tensor(self.metric.compute())
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Direction of the metric; small is better if it does not say."""
+        return bool(self.metric.higher_is_better)
+
+    def reset(self) -> None:
+        """Forget all data."""
+        super().reset()
+        self.metric.reset()
+
+
+def _takes_covariance(metric: Metric) -> bool:
+    """Say whether a regression metric's ``update`` takes ``(mean, covariance, targets)``."""
     parameters = inspect.signature(metric.update).parameters.values()
     positional = [
         p

@@ -6,11 +6,41 @@ Regression is half the squared error, with the Hessian `I`.
 
 from __future__ import annotations
 
+from typing import Literal, cast
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from laplace_debias.kfac.grams import accumulation_dtype
+
+Likelihood = Literal["classification", "regression"]
+
+
+def likelihood_of(value: str) -> Likelihood:
+    """Turn laplace-torch's enum, or a string, into the likelihood's name.
+
+    Args:
+        value: laplace-torch's ``Likelihood``, or its value.
+
+    Returns:
+        ``"classification"`` or ``"regression"``.
+
+    Raises:
+        ValueError: For any other.
+
+    Example:
+        >>> from laplace.utils.enums import Likelihood as Upstream
+        >>> likelihood_of(Upstream.REGRESSION)
+        'regression'
+    """
+    name = getattr(value, "value", value)
+    if name not in ("classification", "regression"):
+        raise ValueError(
+            f"Expected the likelihood 'classification' or 'regression', got {name!r}. Remedy: "
+            "pass one of them; other likelihoods are laplace-torch's alone."
+        )
+    return cast(Likelihood, name)
 
 
 def softmax_hessian_root(logits: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.network.preserve import evaluation_mode, preserved
+from laplace_debias.predictive.links import mean_log_probabilities
 from laplace_debias.predictive.network_samples import network_samples
 
 __all__ = ["Predicting"]
@@ -65,6 +66,52 @@ class Predicting:
                 **model_kwargs,
             )
 
+    def log_probabilities(
+        self,
+        x: Tensor | MutableMapping[str, Any],
+        pred_type: str = "glm",
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Logarithms of the class probabilities, also of those too small for their dtype.
+
+        The logarithm of ``la(x)`` is minus infinity where a probability underflows; here it is
+        a number. Metrics are computed from it.
+
+        Args:
+            x: Inputs ``[n, ...]`` or a mapping.
+            pred_type: ``"glm"`` (linearised network) or ``"nn"`` (sampled networks).
+            link_approx: For ``"glm"``: ``"probit"``, ``"mc"``, ``"bridge"`` or ``"bridge_norm"``.
+            n_samples: Number of samples for ``"mc"`` and ``"nn"``.
+            diagonal_output: Whether to drop covariances between outputs.
+            generator: Source of every random number drawn in this call.
+            **model_kwargs: For the network's forward pass with ``pred_type="nn"``.
+
+        Returns:
+            Log-probabilities ``[n, C]``.
+
+        Raises:
+            AttributeError: Before ``fit``.
+            ValueError: For a regression, or an unknown ``pred_type`` or link.
+        """
+        if self.likelihood != "classification":
+            raise ValueError(
+                f"Expected a classification, got the likelihood {str(self.likelihood)!r}. Remedy: "
+                "`la(x)` returns the mean and covariance of a regression."
+            )
+        if pred_type not in ("glm", "nn"):
+            raise ValueError(
+                f"Expected pred_type 'glm' or 'nn', got {pred_type!r}. Remedy: pass one of them."
+            )
+        with self._predicting(generator):
+            if pred_type == "nn":
+                fs = self._network_samples(x, n_samples, **model_kwargs)
+                return mean_log_probabilities(fs)
+            return self._glm_prediction(x, False, link_approx, n_samples, diagonal_output)[0]
+
     def functional_samples(self, x, pred_type="glm", n_samples=100, *args, **kwargs) -> Tensor:
         """Samples of the network's outputs, ``[S, n, C]``; see laplace-torch."""
         with self._predicting():
@@ -108,4 +155,4 @@ class Predicting:
 
     def _nn_predictive_classification(self, X, n_samples=100, **model_kwargs) -> Tensor:
         fs = self._network_samples(X, n_samples, **model_kwargs)
-        return sum(torch.softmax(f, dim=-1) / n_samples for f in fs)
+        return mean_log_probabilities(fs).exp()

@@ -7,7 +7,7 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor
 
 from laplace_debias.network.capture import Inputs
-from laplace_debias.predictive.predictions import glm_predictions
+from laplace_debias.predictive.predictions import Prediction, glm_predictions
 from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
 
 
@@ -45,9 +45,17 @@ class StructuredGLM:
         diagonal_output: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return class probabilities, or for regression the output means and (co)variances."""
-        regression = likelihood == Likelihood.REGRESSION
-        if regression and joint:
+        options = (link_approx, n_samples, diagonal_output)
+        if likelihood != Likelihood.REGRESSION:
+            return self._glm_prediction(x, False, *options)[0].exp()
+        if joint:
             return self._glm_predictive_distribution(x, joint=True)
+        return self._glm_prediction(x, True, *options)
+
+    def _glm_prediction(
+        self, x: Inputs, regression: bool, link_approx: str, n_samples: int, diagonal_output: bool
+    ) -> Prediction:
+        """Return ``(log-probabilities,)``, or for regression the output means and (co)variances."""
         (prediction,) = glm_predictions(
             StructuredPredictor(self, memory_budget=self.memory_budget),
             x,
@@ -58,7 +66,7 @@ class StructuredGLM:
             generator=self._generator,
             diagonal_output=diagonal_output,
         )
-        return prediction if regression else prediction[0]
+        return prediction
 
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Return output means and variances ``[n, C]`` (laplace-torch raises for Kron)."""
