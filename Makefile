@@ -17,7 +17,7 @@ $(READY): requirements.txt pyproject.toml
 	touch $@
 
 demo: $(READY)
-	$(PY) -W ignore examples/calibration.py
+	$(PY) -W ignore -m examples.calibration
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
@@ -27,10 +27,10 @@ lint: $(READY)
 	$(PY) -m ruff format --check .
 
 bench: $(READY)
-	$(PY) -W ignore examples/bench_predictive.py
-	$(PY) -W ignore examples/bench_kfac.py
-	$(PY) -W ignore examples/bench_fit.py
-	$(PY) -W ignore examples/bench_quadratics.py
+	$(PY) -W ignore -m examples.benchmarks.predictive
+	$(PY) -W ignore -m examples.benchmarks.kfac
+	$(PY) -W ignore -m examples.benchmarks.fit
+	$(PY) -W ignore -m examples.benchmarks.quadratics
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -3,12 +3,12 @@
 
 A small network is trained on scikit-learn's handwritten digits (real data that come with
 scikit-learn; nothing is downloaded). Its Laplace approximation is then fitted four ways: not at all
-(vanilla), on one mini-batch (biased), on two half-size mini-batches (debiased), and on all training
-data. The debiased one should follow the full-batch one more closely than the single-batch one does,
-at every budget of data.
+(plain), on one mini-batch (single), on two half-size mini-batches (two-batch), and on all training
+data. The two-batch one should follow the full-batch one more closely than the single one does, at
+every budget of data.
 
-    python examples/calibration.py            # a minute or two; figures go to outputs/
-    python examples/calibration.py --small    # a few seconds, for a first look
+    python -m examples.calibration            # a minute or two; figures go to outputs/
+    python -m examples.calibration --small    # a few seconds, for a first look
 """
 
 import argparse
@@ -22,6 +22,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from examples.networks import digits_cnn, weights_and_biases
 from laplace_debias.comparison.compare import compare
 from laplace_debias.comparison.result import ComparisonResult
 from laplace_debias.evaluation.evaluate import evaluate
@@ -71,18 +72,8 @@ def corrupt(X: Tensor, noise: float = 0.3, seed: int = 1) -> Tensor:
 def train_network(data: TensorDataset, epochs: int, seed: int = 0) -> nn.Sequential:
     """Train a small CNN of 38,000 weights, and freeze its biases."""
     torch.manual_seed(seed)
-    model = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(32 * 4 * 4, 64),
-        nn.ReLU(),
-        nn.Linear(64, 10),
-    )
-    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
-    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    model = digits_cnn(hidden=64)
+    weights, biases = weights_and_biases(model)
     groups = [{"params": weights, "weight_decay": 1e-3}, {"params": biases}]
     optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
@@ -98,7 +89,7 @@ def train_network(data: TensorDataset, epochs: int, seed: int = 0) -> nn.Sequent
 
 
 # %% [markdown]
-# The comparison: budgets of 32 to 256 data out of 1,198; the debiased method spends half on the
+# The comparison: budgets of 32 to 256 data out of 1,198; the two-batch method spends half on the
 # directions and half on the curvatures. *Gap* is the mean distance from the full-batch curve over
 # draws and prior precisions; a *gap ratio* below 1 says that debiasing helped.
 
@@ -125,7 +116,7 @@ def run(small: bool, out: Path, progress_bar: bool = False) -> ComparisonResult:
         n_draws=2 if small else 10,
         progress_bar=progress_bar,
     )
-    print("\nDistance from the full-batch approximation, and debiased / single:")
+    print("\nDistance from the full-batch approximation, and two-batch / single:")
     print(result.table(["accuracy", "nll", "ece", "corrupted_nll", "corrupted_auroc"]))
     ratios = result.gap_ratio("nll")
     text = ", ".join(f"{ratio:.2f} at {budget}" for budget, ratio in ratios.items())

@@ -4,22 +4,28 @@
 # Conjugate gradients (CG) on a mini-batch measure each step on the data that chose its direction,
 # so the steps are wrong, often in sign. Debiased CG keeps the directions and measures the steps on
 # a second mini-batch. At equal cost (one mini-batch of M data, or two of M/2) it does not diverge.
-#
-# Run `python examples/debiased_cg.py` for digits, or with All-CNN-C on CIFAR-10:
-# `--data cifar10 --root DATA --checkpoint STATE.pt --batch-sizes 512 1024 2048`.
-"""Loss and accuracy along 30 CG iterations, single-batch against debiased, at equal cost."""
+r"""Loss and accuracy along 30 CG iterations, single-batch against debiased, at equal cost.
+
+    python -m examples.debiased_cg      # digits
+    python -m examples.debiased_cg --data cifar10 --root DATA --checkpoint STATE.pt \
+        --batch-sizes 512 1024 2048     # All-CNN-C
+
+Runs that are done and the picture are kept in ``outputs/``.
+"""
 
 import argparse
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import matplotlib
 import torch
-from quadratics_setup import add_problem_flags, load_problem
 from torch import nn
 
+from examples.quadratic_problems import add_problem_flags, load_problem
 from laplace_debias.quadratics import Quadratic, cg, debiased_cg, partition
 from laplace_debias.quadratics.trajectory import TrajectoryMetrics, evaluate_trajectory
-from laplace_debias.storage.studies import Study, fingerprint
+from laplace_debias.storage import CellStore
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -57,12 +63,10 @@ def debiased_run(problem, batch, iterations, options):
 # ## All runs
 # Five draws at every batch size, and once with all data: plain, and debiased by halves.
 def all_runs(problem, args, path, options):
-    """Return the runs by batch size and method; finished ones are kept in a file."""
+    """Return the runs by batch size and method; finished ones are kept in a folder."""
     settings = {"iterations": args.iterations, **options}
-    study = Study(
-        path / "runs.npz",
-        fingerprint([problem.model], [problem.train, problem.test], settings),
-    )
+    data = {"train": problem.train, "test": problem.test}
+    study = CellStore.for_run(path / "runs", problem.model, data, loss=LOSS, options=settings)
     methods = {"single": single_run, "debiased": debiased_run}
     runs = {}
     for size in [*args.batch_sizes, len(problem.train[1])]:
@@ -72,23 +76,11 @@ def all_runs(problem, args, path, options):
             generator = torch.Generator().manual_seed(draw)
             batch = partition(problem.train, size, generator=generator, num_batches=1)[0]
             for name, method in methods.items():
-                part = f"{name} {size} {draw}"
-                if part not in study:
-                    pair = method(problem, batch, args.iterations, options)
-                    study.add(
-                        part,
-                        {
-                            f"{split}-{metric}": getattr(metrics, metric)
-                            for split, metrics in zip(("train", "test"), pair, strict=True)
-                            for metric in ("loss", "accuracy")
-                        },
-                    )
-                runs[size][name].append(
-                    tuple(
-                        TrajectoryMetrics(study[part][f"{s}-loss"], study[part][f"{s}-accuracy"])
-                        for s in ("train", "test")
-                    )
+                measure = partial(method, problem, batch, args.iterations, options)
+                pair = study.get(
+                    f"{name} {size} {draw}", lambda run=measure: list(map(asdict, run()))
                 )
+                runs[size][name].append(tuple(TrajectoryMetrics(**metrics) for metrics in pair))
     return runs
 
 
@@ -99,7 +91,9 @@ def final_losses(pairs):
 
 def main(argv: list[str] | None = None) -> None:
     """Run everything and save the pictures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_problem_flags(parser, label_noise=0.0)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 256, 512])
     parser.add_argument("--draws", type=int, default=5)

@@ -4,19 +4,23 @@
 # A network's loss is, near its minimum, a quadratic. A mini-batch gives an unbiased estimate of its
 # matrix, and yet a *biased* picture of its shape: the directions of largest curvature were chosen
 # on that mini-batch, so curvature along them is too large there (regression to the mean).
-#
-# Run `python examples/quadratic_bias.py` for digits, in a minute, or with All-CNN-C on CIFAR-10:
-# `--data cifar10 --root DATA --checkpoint STATE.pt --batch-size 512 --k 100 --num-data 4096`.
-"""Pictures of the bias: top planes, slopes and curvatures, overlaps, magnitudes, batch sizes."""
+r"""Pictures of the bias: top planes, slopes and curvatures, overlaps, magnitudes, batch sizes.
+
+    python -m examples.quadratic_bias   # digits, in a minute
+    python -m examples.quadratic_bias --data cifar10 --root DATA --checkpoint STATE.pt \
+        --batch-size 512 --k 100 --n-data 4096      # All-CNN-C
+
+Studies that are done and the pictures are kept in ``outputs/``.
+"""
 
 import argparse
 from pathlib import Path
 
 import matplotlib
 import torch
-from quadratics_setup import add_problem_flags, digits_model, load_problem, train
 from torch import nn
 
+from examples.quadratic_problems import add_problem_flags, digits_model, load_problem, train
 from laplace_debias.quadratics import (
     Quadratic,
     bias_by_batch_size,
@@ -69,7 +73,7 @@ def slopes_and_curvatures(problem, batches, k, path, options):
             directions=directions,
             k=k,
             chosen=(0, 1, 2),
-            path=path / f"bias-{directions}.npz",
+            folder=path / f"bias-{directions}",
             **options,
         )
         bias = results[directions]
@@ -89,7 +93,7 @@ def slopes_and_curvatures(problem, batches, k, path, options):
 def misalignment(problem, batches, k, path, options):
     """Compare the top eigenspaces of three mini-batches."""
     overlaps = overlap_study(
-        problem.model, LOSS, batches[:3], k=k, path=path / "overlaps.npz", **options
+        problem.model, LOSS, batches[:3], k=k, folder=path / "overlaps", **options
     )
     alignment = overlaps.alignment()
     print(f"weight within another mini-batch's top-{k} space: {alignment[0, 1]:.2f} (own: 1)")
@@ -110,7 +114,7 @@ def dependence(problem, args, path, options):
         batch_sizes=args.kfac_sizes,
         k=args.k,
         max_batches=20,
-        path=path / "kfac.npz",
+        folder=path / "kfac",
         **{**options, "curvature": "kfac"},
     )
     ratios = [float((bias.same() / bias.full())[:, 0].mean()) for bias in kfac.results]
@@ -125,13 +129,13 @@ def dependence(problem, args, path, options):
         model, problem.train, l2=problem.l2, epochs=args.epochs, checkpoints=tuple(epochs)
     )
     training = bias_over_training(
-        model, states, LOSS, problem.train, path=path / "training.npz", **study
+        model, states, LOSS, problem.train, folder=path / "training", **study
     )
     models = {}
     for width in args.widths:
         models[str(width)] = digits_model(width)
         train(models[str(width)], problem.train, l2=problem.l2, epochs=args.epochs)
-    sizes = bias_by_model_size(models, LOSS, problem.train, path=path / "model_size.npz", **study)
+    sizes = bias_by_model_size(models, LOSS, problem.train, folder=path / "model_size", **study)
     for series in (training, sizes):
         medians = series.percentiles(percent=(50,)).mean((1, 2)).tolist()
         print(
@@ -146,7 +150,9 @@ def dependence(problem, args, path, options):
 # How large is the bias, which batch size would be enough, and what does debiasing buy?
 def main(argv: list[str] | None = None) -> None:
     """Run everything and save the pictures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_problem_flags(parser, label_noise=0.5)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--k", type=int, default=20, help="number of directions")
@@ -178,7 +184,7 @@ def main(argv: list[str] | None = None) -> None:
         batch_sizes=args.report_sizes,
         k=args.k,
         draws=args.draws,
-        path=path / "report.npz",
+        folder=path / "report",
         **options,
     )
     print(report.table())

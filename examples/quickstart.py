@@ -2,6 +2,8 @@
 
 Scikit-learn's digits, a small CNN, and a K-FAC Laplace approximation fitted in three ways: on a
 single mini-batch of 64 data, debiased on two mini-batches of 32, and on the whole training set.
+
+    python -m examples.quickstart    # some seconds
 """
 
 # %%

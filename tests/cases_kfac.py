@@ -3,8 +3,11 @@
 from collections import UserDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
+
+from laplace_debias.kfac.engine import kfac_factors
+from laplace_debias.kfac.factors import Factors
 
 
 class _Twice(nn.Module):
@@ -81,3 +84,8 @@ def make(case, likelihood, n=6, dtype=torch.float64):
     x = torch.randn(n, *shape, dtype=dtype)
     y = torch.randint(3, (n,)) if likelihood == "classification" else torch.randn(n, 3, dtype=dtype)
     return model, x, y
+
+
+def forward_factors(model: nn.Module, x: Tensor, **kwargs) -> Factors:
+    """Input factors and outputs from a forward pass alone; the likelihood does not matter."""
+    return kfac_factors(model, x, likelihood="regression", outputs=False, **kwargs)

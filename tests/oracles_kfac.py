@@ -23,7 +23,7 @@ def rows_of(layer, x):
     return rows
 
 
-def oracle(model, x, y, likelihood, weights, fisher="ggn"):
+def oracle(model, x, y, likelihood, weights, fisher="exact"):
     """Factors datum by datum, class by class, position by position, in explicit loops."""
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     layers = [m for m in model.modules() if isinstance(m, kinds)]
@@ -44,10 +44,10 @@ def oracle(model, x, y, likelihood, weights, fisher="ggn"):
         for m in layers:
             inputs[m].clear(), outputs[m].clear()
         f = model(x[n : n + 1])
-        if fisher == "ggn" and likelihood == "classification":
+        if fisher == "exact" and likelihood == "classification":
             loss = lambda f_n, n=n: F.cross_entropy(f_n[None], y[n : n + 1])  # noqa: E731
             H = torch.autograd.functional.hessian(loss, f[0].detach())
-        elif fisher == "ggn":
+        elif fisher == "exact":
             H = torch.eye(f.shape[1], dtype=f.dtype)
         elif likelihood == "classification":
             r = f[0].detach().softmax(0) - F.one_hot(y[n], f.shape[1])

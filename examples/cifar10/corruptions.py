@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from data import Split
+
+from examples.cifar10.data import Split
 
 NAMES = (
     "gaussian_noise",
@@ -161,4 +162,6 @@ def _load(path: Path, shape: tuple[int, ...]) -> np.ndarray:
 def _check_severity(severity: int) -> None:
     """Raise for a severity that does not exist."""
     if severity not in SEVERITIES:
-        raise ValueError(f"Expected a severity in {SEVERITIES}, got {severity}.")
+        raise ValueError(
+            f"Expected a severity in {SEVERITIES}, got {severity}. Remedy: choose one of these."
+        )

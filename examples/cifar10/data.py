@@ -21,7 +21,7 @@ _LAYOUT = {
     "cifar10": ("cifar-10-batches-py", [f"data_batch_{i}" for i in range(1, 6)], "test_batch"),
     "cifar100": ("cifar-100-python", ["train"], "test"),
 }
-NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
+N_CLASSES = {"cifar10": 10, "cifar100": 100}
 
 
 def normalise(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -66,7 +66,10 @@ class Split:
             flip: Mirror each image with probability one half. Needs the generator.
         """
         if flip and generator is None:
-            raise ValueError("flip=True draws at random: pass a torch.Generator.")
+            raise ValueError(
+                "Expected a generator with flip=True, which draws at random, got None. Remedy: "
+                "pass a torch.Generator."
+            )
         order = (
             torch.arange(len(self))
             if generator is None
@@ -87,14 +90,14 @@ class Cifar:
     train: Split
     validation: Split
     test: Split
-    num_classes: int
+    n_classes: int
 
 
-def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+def _read(path: Path, n_classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Read one pickled batch: bytes ``[n, 3, 32, 32]`` and labels ``[n]``."""
     if not path.is_file():
         raise FileNotFoundError(
-            f"Expected the file {path}. Unpack the data set's Python archive "
+            f"Expected the file {path}, got none. Remedy: unpack the data set's Python archive "
             f"({path.parent.name}) into {path.parent.parent}."
         )
     with path.open("rb") as file:
@@ -103,13 +106,13 @@ def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
     data = np.asarray(batch[b"data"])
     if data.dtype != np.uint8 or data.shape != (len(labels), 3072):
         raise ValueError(
-            f"{path} holds data of type {data.dtype} and shape {data.shape} with {len(labels)} "
-            f"labels; expected uint8 of shape ({len(labels)}, 3072). Unpack the archive again."
+            f"Expected {path} to hold uint8 of shape ({len(labels)}, 3072) for its {len(labels)} "
+            f"labels, got {data.dtype} of shape {data.shape}. Remedy: unpack the archive again."
         )
-    if len(labels) and not 0 <= labels.min() <= labels.max() < num_classes:
+    if len(labels) and not 0 <= labels.min() <= labels.max() < n_classes:
         raise ValueError(
-            f"{path} has labels between {labels.min()} and {labels.max()}; expected 0 to "
-            f"{num_classes - 1}. Is it the right data set?"
+            f"Expected labels of 0 to {n_classes - 1} in {path}, got {labels.min()} to "
+            f"{labels.max()}. Remedy: take the right data set, or unpack the archive again."
         )
     return data.reshape(-1, 3, 32, 32), labels
 
@@ -126,12 +129,15 @@ def load_cifar(root: str | Path, name: str = "cifar10", validation_size: int = 1
         Training, validation and test split; 40,000, 10,000 and 10,000 images by default.
     """
     if name not in _LAYOUT:
-        raise ValueError(f"Unknown data set {name!r}. Expected one of {sorted(_LAYOUT)}.")
+        raise ValueError(
+            f"Expected one of the data sets {sorted(_LAYOUT)}, got {name!r}. Remedy: name one of "
+            "these."
+        )
     folder, train_files, test_file = _LAYOUT[name]
-    num_classes = NUM_CLASSES[name]
+    n_classes = N_CLASSES[name]
 
     def split(files: list[str]) -> Split:
-        parts = [_read(Path(root) / folder / file, num_classes) for file in files]
+        parts = [_read(Path(root) / folder / file, n_classes) for file in files]
         images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         return Split(torch.from_numpy(images), torch.from_numpy(labels))
 
@@ -139,8 +145,8 @@ def load_cifar(root: str | Path, name: str = "cifar10", validation_size: int = 1
     size = len(train) - validation_size
     if size < 1:
         raise ValueError(
-            f"validation_size={validation_size} leaves none of the {len(train)} training images; "
-            "choose a smaller one."
+            f"Expected a validation_size below the number {len(train)} of training images, got "
+            f"{validation_size}, which leaves none. Remedy: choose a smaller one."
         )
     validation = Split(train.images[size:], train.labels[size:])
-    return Cifar(train.first(size), validation, test, num_classes)
+    return Cifar(train.first(size), validation, test, n_classes)

@@ -1,21 +1,22 @@
-"""Single-batch and debiased posteriors of one draw from the same factors.
+"""Single and two-batch posteriors of one draw from the same factors.
 
 A draw is a random order of the training images. The single mini-batch of M images takes the first M
-of them; the debiased method takes the first M / 2 for directions and the next M / 2 for curvatures.
+of them; the two-batch method takes the first M / 2 for directions, the next M / 2 for curvatures.
 So the mini-batches of a draw contain each other, and the factors of the few pieces between their
 borders give all of them: 1,024 images for six posteriors, not 2,688.
 """
 
 import copy
 from functools import reduce
+from operator import add
 
 import torch
-from data import Split
-from reference import factors_of, merged
 from torch import nn
 
-from laplace_debias.comparison.compare import Fit
-from laplace_debias.kfac.factors import DataFactors
+from examples.cifar10.data import Split
+from examples.cifar10.reference import factors_of
+from laplace_debias.comparison.options import Fit
+from laplace_debias.kfac.factors import Factors
 from laplace_debias.posterior.factory import Laplace
 from laplace_debias.posterior.from_factors import fit_from_factors
 from laplace_debias.posterior.kron import DebiasedKronLaplace
@@ -48,14 +49,14 @@ class NestedDraws:
         self.n_images = 0  # whose factors were computed
         self._computing = copy.deepcopy(model).to(dtype)
         self._draw: int | None = None
-        self._pieces: dict[int, DataFactors] = {}
+        self._pieces: dict[int, Factors] = {}
 
     def order(self, draw: int) -> torch.Tensor:
         """Return the order of the training images in a draw."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + draw + 1)
         return torch.randperm(len(self.split), generator=generator)
 
-    def factors(self, draw: int, start: int, stop: int) -> DataFactors:
+    def factors(self, draw: int, start: int, stop: int) -> Factors:
         """Return the factors of the images ``start`` to ``stop`` (borders both) of a draw."""
         if not {start, stop} <= set(self.borders):
             raise ValueError(f"Expected two of the borders {self.borders}, got {start} to {stop}.")
@@ -69,7 +70,7 @@ class NestedDraws:
                     self._pieces[low] = factors_of(self._computing, self.split, rows, self.chunk)
                     self.n_images += len(rows)
                 parts.append(self._pieces[low])
-        return reduce(merged, parts)
+        return reduce(add, parts)
 
     def single(self, budget: int, draw: int) -> DebiasedKronLaplace:
         """Fit the single mini-batch of ``budget`` images."""
@@ -77,8 +78,8 @@ class NestedDraws:
         fit_from_factors(la, self.factors(draw, 0, budget), len(self.split))
         return la
 
-    def debiased(self, budget: int, draw: int) -> DebiasedKronLaplace:
-        """Fit the debiased posterior of two mini-batches of ``budget / 2`` images."""
+    def two_batch(self, budget: int, draw: int) -> DebiasedKronLaplace:
+        """Fit the posterior of two mini-batches of ``budget / 2`` images."""
         half = budget // 2
         la = Laplace(self.model, "classification", "all", "kron", debias=True)
         directions, curvatures = self.factors(draw, 0, half), self.factors(draw, half, budget)
@@ -87,5 +88,5 @@ class NestedDraws:
 
     @property
     def fits(self) -> dict[str, Fit]:
-        """Both methods by name, for `laplace_debias.comparison.compare.compare`."""
-        return {"single": self.single, "debiased": self.debiased}
+        """Both methods by name, for `CustomMethod`."""
+        return {"single": self.single, "two-batch": self.two_batch}

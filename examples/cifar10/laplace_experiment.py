@@ -1,11 +1,11 @@
 """The paper's Laplace experiment on CIFAR-10: how close do two mini-batches come to all the data?
 
-    python examples/cifar10/laplace_experiment.py --data DATA --weights WEIGHTS --out OUT
-    python examples/cifar10/laplace_experiment.py ... --reference-size 8000     # 'large-batch'
-    python examples/cifar10/laplace_experiment.py --out OUT --redraw            # from OUT's cells
+    python -m examples.cifar10.laplace_experiment --data DATA --weights WEIGHTS --out OUT
+    python -m examples.cifar10.laplace_experiment ... --reference-size 8000     # 'large-batch'
+    python -m examples.cifar10.laplace_experiment --out OUT --redraw            # from OUT's cells
 
 A trained network (`train.py`) gets K-FAC Laplace approximations from single mini-batches of 64, 256
-and 1024 images, from two of half the size (debiased), and from all 40,000 training images, at 14
+and 1024 images, from two of half the size (two-batch), and from all 40,000 training images, at 14
 prior precisions and for five draws. Each is evaluated on test images, on training images and on
 corrupted test images of five severities. Weights are uncertain, biases are not; factors and their
 decomposition are in float64, predictions in float32.
@@ -21,33 +21,41 @@ are those of the linearised network, whose samples (``--link mc``) use common ra
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import torch
-from corruptions import SEVERITIES, make_corrupted, read_published
-from data import Cifar, Split, load_cifar
-from draws import NestedDraws
-from models import make_model, weights_and_biases
-from reference import reference_factors
 from torch import nn
 from torch.utils.data import DataLoader
-from train import save_atomically
 
-from laplace_debias.comparison.compare import Fit, compare
-from laplace_debias.comparison.result import ComparisonResult, ComparisonRow
+from examples.cifar10.corruptions import SEVERITIES, make_corrupted, read_published
+from examples.cifar10.data import Cifar, Split, load_cifar
+from examples.cifar10.draws import NestedDraws
+from examples.cifar10.reference import reference_factors
+from examples.cifar10.train import save_atomically
+from examples.networks import make_model, weights_and_biases
+from laplace_debias.comparison import (
+    ComparisonResult,
+    ComparisonRow,
+    CustomMethod,
+    Prediction,
+    Reference,
+    Work,
+    compare,
+)
+from laplace_debias.comparison.options import Fit
 from laplace_debias.posterior.factory import Laplace
 from laplace_debias.posterior.from_factors import fit_from_factors
 from laplace_debias.posterior.kron import DebiasedKronLaplace
+from laplace_debias.storage import CellStore
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 CROSSFIT = "crossfit-curvature"
 
 
-def load_model(name: str, weights: Path, num_classes: int) -> nn.Module:
+def load_model(name: str, weights: Path, n_classes: int) -> nn.Module:
     """Build a network, load its weights (a state dict, or a checkpoint), freeze its biases."""
-    model = make_model(name, num_classes)
+    model = make_model(name, n_classes)
     state = torch.load(weights, weights_only=True)
     model.load_state_dict(state.get("model", state))
     for bias in weights_and_biases(model)[1]:
@@ -126,7 +134,7 @@ def run(args: argparse.Namespace) -> ComparisonResult | None:
     cifar = load_cifar(args.data, args.dataset, args.validation_size)
     if args.reference_size == len(cifar.train):
         args.reference_size = None  # all of them: the full batch
-    model = load_model(args.model, args.weights, cifar.num_classes)
+    model = load_model(args.model, args.weights, cifar.n_classes)
     corrupted = corrupted_splits(cifar, args, cache)
     reference = None if args.draws else reference_posterior(model, cifar, args, cache)
     if reference is None and not args.draws:
@@ -141,6 +149,8 @@ def run(args: argparse.Namespace) -> ComparisonResult | None:
     fits = NestedDraws(model, cifar.train, args.budgets, dtype, args.seed, args.chunk).fits
     if args.crossfit:
         fits[CROSSFIT] = crossfit(model, train_loader, args.seed)
+    settings = {"factor_dtype": args.factor_dtype}
+    custom = [CustomMethod(name, fit, settings) for name, fit in fits.items()]
     return compare(
         model,
         train_loader,
@@ -148,17 +158,12 @@ def run(args: argparse.Namespace) -> ComparisonResult | None:
         ood_loader=loaders or None,
         budgets=args.budgets,
         n_draws=args.n_draws,
-        methods=("vanilla",) if args.draws else ("vanilla", "full"),
-        link_approx=args.link,
-        n_samples=args.n_samples,
-        reference=reference,
-        reference_size=args.reference_size,
-        fits=fits,
-        settings={"factor_dtype": args.factor_dtype},
-        n_shared=args.n_shared,
-        draws=args.draws,
+        methods=[*(("plain",) if args.draws else ("plain", "full")), *custom],
+        prediction=Prediction(link_approx=args.link, n_samples=args.n_samples),
+        reference=Reference(posterior=reference, size=args.reference_size),
         seed=args.seed,
         folder=args.out / "cells",
+        work=Work(draws=args.draws, n_shared=args.n_shared),
         progress_bar=args.progress_bar,
     )
 
@@ -168,12 +173,8 @@ def load_cells(folder: Path) -> ComparisonResult:
     path = folder / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"Expected {path}, got none. Remedy: run the experiment first.")
-    config = json.loads(path.read_text())
-    cells = [
-        [ComparisonRow(**row) for row in json.loads(file.read_text())["content"]]
-        for file in sorted(folder.glob("*.json"))
-        if file != path
-    ]
+    store = CellStore(folder)
+    cells = [[ComparisonRow(**row) for row in store[name]] for name in store]
     # a reference may have grown since an earlier run
     references = [cell for cell in cells if cell[0].method in ("full", "large-batch")]
     largest = max((cell[0].budget for cell in references), default=0)
@@ -184,8 +185,9 @@ def load_cells(folder: Path) -> ComparisonResult:
         )
     cells = [cell for cell in cells if cell not in references or cell[0].budget == largest]
     rows = [row for cell in cells for row in cell]
-    order = {name: i for i, name in enumerate(("vanilla", "single", "debiased"))}
+    order = {name: i for i, name in enumerate(("plain", "single", "two-batch"))}
     rows.sort(key=lambda row: (order.get(row.method, len(order)), row.budget, row.draw))
+    config = store.config["options"]
     return ComparisonResult(tuple(rows), config["n_data"], config)
 
 
@@ -198,7 +200,7 @@ def report(result: ComparisonResult) -> str:
     """The gap ratios per budget and set, and the test set's gaps, biases and spreads."""
     lines = [f"Reference: {result.reference}, {result.budgets(result.reference)[0]} images.", ""]
     lines += [result.table(["accuracy", "nll", "ece", "brier"]), ""]
-    known = ("vanilla", "single", "full", "large-batch")
+    known = ("plain", "single", "full", "large-batch")
     for method in (name for name in result.methods if name not in known):
         lines.append(f"Gap ratio {method} / single (below 1: nearer to the reference)")
         budgets = list(result.gap_ratio("nll", method))

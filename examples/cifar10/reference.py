@@ -12,25 +12,17 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from data import Split, normalise
 from torch import Tensor, nn
 from tqdm import tqdm
-from train import save_atomically
 
+from examples.cifar10.data import Split, normalise
+from examples.cifar10.train import save_atomically
 from laplace_debias.kfac.engine import kfac_factors
-from laplace_debias.kfac.factors import DataFactors, merge
+from laplace_debias.kfac.factors import Factors
 from laplace_debias.storage.fingerprints import model_hash
 
 
-def merged(one: DataFactors | None, two: DataFactors) -> DataFactors:
-    """Factors of the images of both."""
-    if one is None:
-        return two
-    blocks = merge(one.blocks, one.n, two.blocks, two.n)
-    return DataFactors(blocks, one.n + two.n, one.loss + two.loss, two.n_outputs)
-
-
-def factors_of(model: nn.Module, split: Split, rows: Tensor, chunk: int = 64) -> DataFactors:
+def factors_of(model: nn.Module, split: Split, rows: Tensor, chunk: int = 64) -> Factors:
     """K-FAC factors of some images, a few at a time, in the model's dtype.
 
     Args:
@@ -45,10 +37,8 @@ def factors_of(model: nn.Module, split: Split, rows: Tensor, chunk: int = 64) ->
     dtype, total = next(model.parameters()).dtype, None
     for part in rows.split(chunk):
         X, y = normalise(split.images[part], dtype), split.labels[part]
-        kfac = kfac_factors(model, X, y, likelihood="classification")
-        blocks = [list(block) for block in kfac.blocks]
-        new = DataFactors(blocks, kfac.n_data, kfac.loss.detach(), kfac.n_outputs)
-        total = merged(total, new)
+        new = kfac_factors(model, X, y, likelihood="classification")
+        total = new if total is None else total + new
     return total
 
 
@@ -64,7 +54,7 @@ def reference_factors(
     save_every: int = 1024,
     max_images: int | None = None,
     progress_bar: bool = False,
-) -> DataFactors:
+) -> Factors:
     """Return the factors of ``size`` random training images, from the file as far as it goes.
 
     Args:
@@ -104,7 +94,8 @@ def reference_factors(
             start, goal = perf_counter(), min(done + save_every, stop)
             while done < goal:
                 rows = order[done : min(done + chunk, goal)]
-                total = merged(total, factors_of(computing, split, rows, chunk))
+                new = factors_of(computing, split, rows, chunk)
+                total = new if total is None else total + new
                 done += len(rows)
                 bar.update(len(rows))
             seconds += perf_counter() - start
@@ -112,7 +103,7 @@ def reference_factors(
     return total
 
 
-def _read(path: Path, config: dict, size: int) -> tuple[DataFactors | None, float]:
+def _read(path: Path, config: dict, size: int) -> tuple[Factors | None, float]:
     """What the file holds so far, and the seconds it took."""
     if not path.exists():
         return None, 0.0
@@ -131,14 +122,14 @@ def _read(path: Path, config: dict, size: int) -> tuple[DataFactors | None, floa
             f"Expected factors of at most {size} images in {path}, got {state['n']}. Remedy: ask "
             "for at least as many, or use another file."
         )
-    return DataFactors(state["blocks"], state["n"], state["loss"], state["n_outputs"]), state[
-        "seconds"
-    ]
+    parts = (state["names"], state["blocks"], state["n"], state["n_outputs"], state["loss"])
+    return Factors.from_blocks(*parts), state["seconds"]
 
 
-def _write(path: Path, config: dict, total: DataFactors, seconds: float) -> None:
+def _write(path: Path, config: dict, total: Factors, seconds: float) -> None:
     """Keep the sum so far; an interruption leaves the previous file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {"config": json.dumps(config), "blocks": total.blocks, "n": total.n}
+    state |= {"names": list(total.names)}
     state |= {"loss": total.loss, "n_outputs": total.n_outputs, "seconds": seconds}
     save_atomically(state, path)

@@ -1,8 +1,8 @@
 """Train All-CNN-C or a ConvNet d-w on CIFAR as the paper does; stop and go on at any epoch.
 
-    python examples/cifar10/train.py --data DATA --out RUN                    # 350 epochs
-    python examples/cifar10/train.py --data DATA --out RUN --short            # 10 epochs
-    python examples/cifar10/train.py --data DATA --out RUN --model convnet-4-64
+    python -m examples.cifar10.train --data DATA --out RUN                    # 350 epochs
+    python -m examples.cifar10.train --data DATA --out RUN --short            # 10 epochs
+    python -m examples.cifar10.train --data DATA --out RUN --model convnet-4-64
 
 DATA holds ``cifar-10-batches-py``. RUN receives ``last.pt`` (everything needed to go on) after
 every epoch, ``epoch_XXXX.pt`` (a state dict) at ten epochs spaced log-equidistantly between the
@@ -15,94 +15,25 @@ import json
 import logging
 import os
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from data import NUM_CLASSES, Split, load_cifar
-from models import make_model, weights_and_biases
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
+from examples.cifar10.data import N_CLASSES, Split, load_cifar
+from examples.cifar10.recipes import (
+    Recipe,
+    checkpoint_epochs,
+    learning_rate,
+    paper_recipe,
+    short_recipe,
+)
+from examples.networks import make_model, weights_and_biases
+
 logger = logging.getLogger("cifar.train")
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What decides the trained weights; a run folder belongs to one recipe.
-
-    The learning rate of epoch e = 0, 1, ... is ``lr`` times a tenth for each milestone passed, or,
-    with ``final_lr``, falls linearly from ``lr`` to ``final_lr`` from the first to the last step.
-    """
-
-    model: str
-    dataset: str
-    epochs: int
-    optimizer: str
-    lr: float
-    final_lr: float | None
-    milestones: tuple[int, ...]
-    momentum: float
-    weight_decay: float
-    batch_size: int
-    flip: bool
-    seed: int
-    train_size: int | None
-    init: str | None
-
-
-def paper_recipe(model: str, dataset: str) -> Recipe:
-    """Return the paper's settings (its test problems A, B and D)."""
-    common = dict(batch_size=256, flip=False, seed=0, train_size=None, init=None, final_lr=None)
-    if model.startswith("convnet"):
-        settings = dict(
-            epochs=100, optimizer="adam", lr=1e-3, milestones=(), momentum=0.9, weight_decay=0.0
-        )
-    elif dataset == "cifar100":
-        settings = dict(
-            epochs=350, optimizer="sgd", lr=0.171234, milestones=(), momentum=0.0, weight_decay=5e-4
-        )
-    else:
-        settings = dict(
-            epochs=350,
-            optimizer="sgd",
-            lr=0.025,
-            milestones=(200, 250, 300),
-            momentum=0.9,
-            weight_decay=1e-3,
-        )
-    return Recipe(model=model, dataset=dataset, **settings, **common)
-
-
-def short_recipe(recipe: Recipe) -> Recipe:
-    """Return ten epochs of smaller mini-batches with a learning rate that falls linearly."""
-    lr = 1e-3 if recipe.optimizer == "adam" else 0.01
-    return replace(
-        recipe, epochs=10, lr=lr, final_lr=lr / 100, milestones=(), momentum=0.9, batch_size=64
-    )
-
-
-def checkpoint_epochs(epochs: int, count: int = 10) -> list[int]:
-    """Return ``count`` distinct epochs, log-equidistant between the first and the last.
-
-    Epochs count from 1. Where rounding would repeat an early epoch, the next free one is taken;
-    with fewer than ``count`` epochs every epoch is returned.
-    """
-    count = min(count, epochs)
-    chosen: list[int] = []
-    for i in range(count):
-        ideal = round(epochs ** (i / (count - 1))) if count > 1 else epochs
-        chosen.append(max(ideal, chosen[-1] + 1) if chosen else ideal)
-    return chosen
-
-
-def learning_rate(recipe: Recipe, epoch: int, step: int, steps: int) -> float:
-    """Return the learning rate of step ``step`` of ``steps`` in epoch ``epoch`` (both from 0)."""
-    if recipe.final_lr is not None:
-        done = (epoch * steps + step) / max(recipe.epochs * steps - 1, 1)
-        return recipe.lr + (recipe.final_lr - recipe.lr) * done
-    return recipe.lr * 0.1 ** sum(epoch >= milestone for milestone in recipe.milestones)
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
@@ -147,8 +78,8 @@ def train_epoch(
         loss = cross_entropy(logits, y)
         if not torch.isfinite(loss):
             raise FloatingPointError(
-                f"The loss is {loss.item()} in epoch {epoch + 1}, step {step + 1}; expected a "
-                f"finite number. Lower the learning rate (now {lr:.3g})."
+                f"Expected a finite loss, got {loss.item()} in epoch {epoch + 1}, step {step + 1}. "
+                f"Remedy: lower the learning rate (now {lr:.3g})."
             )
         loss.backward()
         optimizer.step()
@@ -190,8 +121,8 @@ def restore(out: Path, recipe: Recipe, model: nn.Module, optimizer: torch.optim.
         differing = sorted(key for key in ours if ours[key] != theirs.get(key))
         detail = ", ".join(f"{key}: {theirs.get(key)} there, {ours[key]} now" for key in differing)
         raise ValueError(
-            f"{path} was made with other settings ({detail}). Use the same settings to go on, or "
-            "another --out folder to start anew."
+            f"Expected the settings of {path}, got others ({detail}). Remedy: use the same "
+            "settings to go on, or another --out folder to start anew."
         )
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
@@ -224,7 +155,7 @@ def train(
     validation = cifar.validation if eval_size is None else cifar.validation.first(eval_size)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
-        model = make_model(recipe.model, NUM_CLASSES[recipe.dataset])
+        model = make_model(recipe.model, N_CLASSES[recipe.dataset])
     model = model.to(memory_format=torch.channels_last)
     optimizer = make_optimizer(model, recipe)
     out.mkdir(parents=True, exist_ok=True)
@@ -260,7 +191,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="folder with the data set")
     parser.add_argument("--out", type=Path, required=True, help="folder of this run")
     parser.add_argument("--model", default="allcnnc", help="allcnnc or convnet-d-w")
-    parser.add_argument("--dataset", choices=sorted(NUM_CLASSES), default="cifar10")
+    parser.add_argument("--dataset", choices=sorted(N_CLASSES), default="cifar10")
     parser.add_argument("--short", action="store_true", help="10 epochs instead of the paper's")
     parser.add_argument("--init", help="state dict to start from")
     parser.add_argument("--optimizer", choices=("sgd", "adam"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from laplace.baselaplace import KronLaplace
@@ -15,19 +15,27 @@ from laplace_debias.evaluation.predictors import model_predictor
 from laplace_debias.evaluation.streams import CalibrationMetrics
 from laplace_debias.evaluation.table import metric_table
 from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.upstream import device_of
 from laplace_debias.predictive.links import class_log_probabilities, needs_diagonal_only
-from laplace_debias.predictive.predictor import StructuredPredictor
-from laplace_debias.predictive.shared import SharedPredictor
+from laplace_debias.predictive.predictor import SharedPredictor, StructuredPredictor
 
-__all__ = ["evaluate_sets", "laplace_run", "vanilla_run"]
+__all__ = ["Run", "evaluate_sets", "laplace_run", "plain_run"]
 
 # takes (i, log-probabilities [n, C], labels [n] or None) of each prediction i
 Update = Callable[[int, Tensor, Tensor | None], None]
-# reads a loader, whose name and whether it must have labels come second
-Run = Callable[[Iterable[Any], dict[str, Any], Update], None]
 
 
-def vanilla_run(model: nn.Module, key_y: str = "labels") -> Run:
+class Run(Protocol):
+    """Reads a loader and hands over every prediction."""
+
+    def __call__(
+        self, loader: Iterable[Any], update: Update, *, labelled: bool = True, name: str = "loader"
+    ) -> None:
+        """Read; see :func:`laplace_debias.data.reading.read` for ``labelled`` and ``name``."""
+        ...
+
+
+def plain_run(model: nn.Module, key_y: str = "labels") -> Run:
     """Predictions of the plain model.
 
     Args:
@@ -35,13 +43,13 @@ def vanilla_run(model: nn.Module, key_y: str = "labels") -> Run:
         key_y: Key of the labels in mini-batches that are mappings.
 
     Example:
-        >>> run = vanilla_run(nn.Linear(2, 3))
-        >>> run([(torch.ones(4, 2), torch.zeros(4))], {}, lambda i, lp, y: print(i, lp.shape))
+        >>> run = plain_run(nn.Linear(2, 3))
+        >>> run([(torch.ones(4, 2), torch.zeros(4))], lambda i, lp, y: print(i, lp.shape))
         0 torch.Size([4, 3])
     """
     predict = model_predictor(model, "classification")
 
-    def run(loader: Iterable[Any], reading: dict[str, Any], update: Update) -> None:
+    def run(loader: Iterable[Any], update: Update, **reading: Any) -> None:
         device = next(model.parameters()).device
         with evaluation_mode(model):
             for X, y in read(loader, device, key_y, **reading):
@@ -71,9 +79,9 @@ def laplace_run(
     diagonal = needs_diagonal_only(link_approx)
 
     @torch.no_grad()
-    def run(loader: Iterable[Any], reading: dict[str, Any], update: Update) -> None:
-        generators = [torch.Generator(la._device).manual_seed(seed) for la in las]
-        for x, y in read(loader, las[0]._device, las[0].dict_key_y, **reading):
+    def run(loader: Iterable[Any], update: Update, **reading: Any) -> None:
+        generators = [torch.Generator(device_of(la)).manual_seed(seed) for la in las]
+        for x, y in read(loader, device_of(las[0]), las[0].dict_key_y, **reading):
             results = zip(shared(x, diagonal), generators, strict=True)
             for number, (result, generator) in enumerate(results):
                 log_probs = class_log_probabilities(
@@ -119,7 +127,7 @@ def evaluate_sets(
                 metrics[i].update(log_probs, y)
 
         name = f"ood_loader['{prefix}']" if prefix else "test_loader"
-        run(loader, {"labelled": not prefix, "name": name}, update)
+        run(loader, update, labelled=not prefix, name=name)
         for i, metric in enumerate(metrics):
             values[i] |= _set_values(metric, prefix, id_entropies[i] if prefix else None)
         id_entropies = id_entropies or [metric.entropies for metric in metrics]

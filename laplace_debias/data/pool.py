@@ -7,19 +7,16 @@ reservoirs hold.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from laplace_debias.network.capture import Inputs, take
+from laplace_debias.data.inputs import Batch, Inputs, take
 
-__all__ = ["MapStyle", "concatenate", "is_map_style", "segments"]
-
-Batch = tuple[Inputs, Tensor]
+__all__ = ["MapStyle", "is_map_style", "segments"]
 
 
 def is_map_style(loader: Iterable[Any]) -> bool:
@@ -127,25 +124,3 @@ def segments(
             rows = slice(start, stop)
             yield number, take(X, rows, key), y[rows]
         seen += len(y)
-
-
-def concatenate(parts: Sequence[Inputs]) -> Inputs:
-    """Put inputs of several data together.
-
-    Args:
-        parts: Tensors, or mappings of tensors with one row per datum.
-
-    Returns:
-        A tensor, or a mapping like the first one.
-
-    Example:
-        >>> concatenate([torch.zeros(1, 2), torch.ones(2, 2)]).shape
-        torch.Size([3, 2])
-    """
-    if not isinstance(parts[0], MutableMapping):
-        return torch.cat(list(parts))
-    whole = copy.copy(parts[0])
-    for name, value in parts[0].items():
-        if isinstance(value, Tensor) and value.ndim:
-            whole[name] = torch.cat([part[name] for part in parts])
-    return whole

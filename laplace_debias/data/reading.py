@@ -1,153 +1,17 @@
-"""Which mini-batches serve which role, how many data each holds, and what N is."""
+"""THE reader: inputs and targets of mini-batches, from whatever a user hands over."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, SequentialSampler
 from tqdm import tqdm
 
-__all__ = [
-    "CURVATURES",
-    "DIRECTIONS",
-    "as_batches",
-    "check_targets",
-    "read",
-    "role_batches",
-    "training_size",
-    "unpack",
-    "warn_if_sequential",
-]
+from laplace_debias.data.inputs import Inputs, size_of
 
-Inputs = Tensor | MutableMapping[str, Any]
-DIRECTIONS = "directions"
-"""Role of the data whose factors' eigenvectors are kept."""
-CURVATURES = "curvatures"
-"""Role of the data that measure the curvature along these eigenvectors."""
-
-
-def role_batches(
-    train_loader: Iterable[Any], curvature_loader: Iterable[Any] | None, two_roles: bool
-) -> Iterator[tuple[str, Any]]:
-    """Hand out mini-batches with their roles, lazily.
-
-    With one loader and two roles its first mini-batch gives the directions and its second the
-    curvatures, from one pass, so that they share no datum. With two loaders, all of the first
-    gives the directions and all of the second the curvatures. With one role, everything in the
-    loader gives both.
-
-    Args:
-        train_loader: A loader, any iterable of mini-batches, or one mini-batch ``(X, y)``.
-        curvature_loader: The same for the curvatures, or ``None``.
-        two_roles: Whether curvatures are measured on data of their own.
-
-    Yields:
-        Pairs of role and mini-batch.
-
-    Raises:
-        ValueError: If a loader is empty, or if one loader has to serve two roles and has fewer
-            than two mini-batches.
-
-    Example:
-        >>> [role for role, _ in role_batches([("X0", 0), ("X1", 1), ("X2", 2)], None, True)]
-        ['directions', 'curvatures']
-    """
-    if curvature_loader is not None:
-        if curvature_loader is train_loader:
-            warnings.warn(
-                "The same loader serves directions and curvatures, so the curvatures are measured "
-                "on the very data that chose the directions: this is plain K-FAC, not debiased. "
-                "Pass a loader over other data as `curvature_loader`.",
-                stacklevel=3,
-            )
-        yield from _all_of(train_loader, DIRECTIONS, "train_loader")
-        yield from _all_of(curvature_loader, CURVATURES, "curvature_loader")
-    elif not two_roles:
-        yield from _all_of(train_loader, DIRECTIONS, "train_loader")
-    else:
-        warn_if_sequential(train_loader)
-        batches = iter(as_batches(train_loader))
-        for count, role in enumerate((DIRECTIONS, CURVATURES)):
-            try:
-                yield role, next(batches)
-            except StopIteration:
-                raise ValueError(
-                    "Expected a loader with at least two mini-batches (the first for the "
-                    f"directions, the second for the curvatures), got {count}. Remedy: use a "
-                    "smaller `batch_size`, or pass a second loader as `curvature_loader`."
-                ) from None
-
-
-def warn_if_sequential(loader: Iterable[Any]) -> None:
-    """Warn about a loader that reads its data in order, where only its first ones are used.
-
-    Args:
-        loader: A loader, or any iterable.
-
-    Example:
-        >>> warn_if_sequential([])
-    """
-    if isinstance(getattr(loader, "sampler", None), SequentialSampler):
-        warnings.warn(
-            "The loader reads its data in order (SequentialSampler), and only its first "
-            "mini-batches are used: on sorted data they do not represent the training set. Build "
-            "it with `DataLoader(..., shuffle=True)`.",
-            stacklevel=4,
-        )
-
-
-def training_size(
-    train_loader: Iterable[Any], curvature_loader: Iterable[Any] | None, n_data: int | None
-) -> int:
-    """Number N of training data that the mini-batches stand for.
-
-    Args:
-        train_loader: Loader of the directions.
-        curvature_loader: Loader of the curvatures, or ``None``.
-        n_data: N as the user gave it, or ``None`` for ``len(train_loader.dataset)``.
-
-    Returns:
-        N.
-
-    Raises:
-        ValueError: If N is not given and cannot be read off, or is not a positive whole number.
-
-    Example:
-        >>> from torch.utils.data import DataLoader
-        >>> training_size(DataLoader(range(10), batch_size=2), None, None)
-        10
-    """
-    if n_data is not None:
-        if isinstance(n_data, bool) or int(n_data) != n_data or n_data < 1:
-            raise ValueError(
-                f"Expected `n_data` to be a positive whole number, got {n_data!r}. Remedy: pass "
-                "the number of training data."
-            )
-        return int(n_data)
-    remedy = "Remedy: pass the number of training data as `n_data`."
-    dataset = getattr(train_loader, "dataset", None)
-    if curvature_loader is not None and getattr(curvature_loader, "dataset", None) is not dataset:
-        raise ValueError(
-            "Expected `n_data`, because the two loaders read different datasets and neither need "
-            f"be the whole training set; got `n_data=None`. {remedy}"
-        )
-    try:
-        return len(dataset)
-    except TypeError:
-        if isinstance(train_loader, Dataset):
-            raise ValueError(
-                f"Expected a loader of mini-batches, got the dataset {type(train_loader).__name__} "
-                "itself. Remedy: `DataLoader(dataset, batch_size=..., shuffle=True)`."
-            ) from None
-        kind = "no `.dataset`" if dataset is None else f"a {type(dataset).__name__} without length"
-        raise ValueError(
-            f"Expected a loader whose dataset has a length, or `n_data`; got {kind} and "
-            f"`n_data=None`. {remedy}"
-        ) from None
+__all__ = ["as_batches", "check_targets", "read", "unpack"]
 
 
 def read(
@@ -188,7 +52,7 @@ def read(
     batches, empty = as_batches(loader, labelled=labelled, name=name), True
     for batch in tqdm(batches, progress, disable=progress is None):
         X, y = unpack(batch, device, key_y, labelled=labelled)
-        if y is not None and len(y) == 0 or isinstance(X, Tensor) and len(X) == 0:
+        if (size_of(X) if y is None else len(y)) == 0:
             continue
         empty = False
         yield X, y
@@ -382,16 +246,3 @@ def as_batches(
             f"`{name}`, got {_described(loader)}. Remedy: `DataLoader(TensorDataset(X, y), ...)`."
         )
     return loader
-
-
-def _all_of(loader: Iterable[Any], role: str, name: str) -> Iterator[tuple[str, Any]]:
-    """All mini-batches of a loader in one role; an error if there is none."""
-    empty = True
-    for batch in as_batches(loader):
-        empty = False
-        yield role, batch
-    if empty:
-        raise ValueError(
-            f"Expected at least one mini-batch in `{name}`, got an empty loader. Remedy: check "
-            "its dataset, and `drop_last` with a `batch_size` larger than the dataset."
-        )

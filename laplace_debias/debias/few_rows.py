@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.debias.folds import isotonic, null_tolerance
-from laplace_debias.kfac.factors import check_finite, eigh_float64
+from laplace_debias.debias.spectrum import check_finite, eigh_float64
 
 __all__ = ["ROW_FOLDS", "crossfit_rows", "few_rows_from", "most_few_rows"]
 

@@ -8,23 +8,22 @@ import torch
 from torch import Tensor
 
 from laplace_debias.debias.few_rows import ROW_FOLDS, crossfit_rows
-from laplace_debias.debias.fitting import Fitted
 from laplace_debias.debias.folds import crossfit_spectrum
-from laplace_debias.kfac.engine import KFACFactors
-from laplace_debias.kfac.factors import eigh_float64, same_output
-from laplace_debias.kfac.input_factors import InputFactors
+from laplace_debias.debias.spectrum import FitResult, eigh_float64, same_output
+from laplace_debias.kfac.factors import Factors
 
 __all__ = ["crossfit_kron"]
 
 
 def crossfit_kron(
-    outputs: Sequence[KFACFactors],
-    inputs: Sequence[InputFactors] | None = None,
+    outputs: Sequence[Factors],
+    inputs: Sequence[Factors] | None = None,
     *,
     n_data: int,
+    loss: Tensor | float = 0.0,
     output_hessian: Tensor | None = None,
     rows: Sequence[Tensor | None] | None = None,
-) -> Fitted:
+) -> FitResult:
     """Cross-fitted curvature of N data from folds of a few.
 
     Output factors B come from the folds `outputs`, scaled by `n_data` over their number of data,
@@ -38,6 +37,7 @@ def crossfit_kron(
         outputs: Factors of each fold; their sums over data stand for `n_data` data.
         inputs: Input factors of each fold; by default those within `outputs`.
         n_data: Number N of data that the curvature stands for.
+        loss: Mean loss per datum.
         output_hessian: Mean loss Hessian `[C, C]` over a large pool. It is B of the layer at the
             network's output, if `inputs` know one, and replaces what the few data of the folds
             give.
@@ -67,38 +67,37 @@ def crossfit_kron(
             f"Expected folds of the same parameters, got {len(names)} different sets. Remedy: "
             "compute all folds with the same model and the same `params`."
         )
-    sizes = [fold.n_data for fold in outputs]
+    sizes = [fold.weight for fold in outputs]
     if rows is None and inputs is not None:
         rows = [
             None if any(part is None for part in parts) else torch.cat(parts)
             for parts in zip(*(fold.rows for fold in inputs), strict=True)
         ]
+    sources = outputs if inputs is None else inputs
     Q, lam, lam_tilde = [], [], []
-    previous: list[tuple[Tensor, ...]] = [() for _ in outputs]
+    previous: list[list[Tensor]] = [[] for _ in outputs]
     for i, name in enumerate(outputs[0].names):
-        at_output = inputs is not None and all(fold.is_output[i] for fold in inputs)
+        at_output = inputs is not None and all(fold.at_output[i] for fold in inputs)
         if output_hessian is not None and at_output:
             exact, vectors = eigh_float64(output_hessian, f"B of {name}")
             exact = n_data * exact.clamp(min=0)
             parts = [(vectors, exact, exact)]
         else:
-            blocks = [fold.blocks[i] for fold in outputs]
+            blocks = [[fold.B[i]] for fold in outputs]
             if not all(map(same_output, blocks, previous)):
-                B = [n_data / fold.n_data * fold.blocks[i][0] for fold in outputs]
+                B = [n_data / fold.weight * fold.B[i] for fold in outputs]
                 B_part = crossfit_spectrum(B, sizes, name=f"B of {name}")
             parts, previous = [B_part], blocks
-        if inputs is not None and inputs[0].A[i] is not None:
-            if rows[i] is not None:
-                n_folds = max(ROW_FOLDS, len(inputs))
+        if sources[0].A[i] is not None:
+            if rows is not None and rows[i] is not None:
+                n_folds = max(ROW_FOLDS, len(sources))
                 parts.append(crossfit_rows(rows[i], n_folds, name=f"A of {name}"))
             else:
-                A_sizes, A = [fold.n_data for fold in inputs], [fold.A[i] for fold in inputs]
+                A_sizes, A = [fold.n for fold in sources], [fold.A[i] for fold in sources]
                 parts.append(crossfit_spectrum(A, A_sizes, name=f"A of {name}"))
-        elif inputs is None and len(outputs[0].blocks[i]) == 2:
-            A = [fold.blocks[i][1] for fold in outputs]
-            parts.append(crossfit_spectrum(A, sizes, name=f"A of {name}"))
-        dtype = outputs[0].blocks[i][0].dtype
+        dtype = outputs[0].B[i].dtype
         Q.append([part[0].to(dtype) for part in parts])
         lam.append([part[1] for part in parts])
         lam_tilde.append([part[2] for part in parts])
-    return Fitted(Q, lam, lam_tilde, curvatures=[])
+    loss = torch.as_tensor(loss) * n_data
+    return FitResult(Q, lam, lam_tilde, [], loss, n_data, outputs[0].n_outputs)

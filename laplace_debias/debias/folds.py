@@ -28,9 +28,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from scipy.optimize import isotonic_regression
 from torch import Tensor
 
-from laplace_debias.kfac.factors import check_finite, curvature_along, eigh_float64
+from laplace_debias.debias.spectrum import check_finite, curvature_along, eigh_float64
 
 SINGLE_FROM = 512
 """Dimension from which on single precision saves time, see `fold_directions`."""
@@ -190,28 +191,19 @@ def null_tolerance(M: Tensor) -> float:
 
 
 def isotonic(values: Tensor) -> Tensor:
-    """Nearest rising sequence in least squares, by pooling adjacent violators.
+    """Nearest rising sequence in least squares (scipy's ``isotonic_regression``).
 
     Args:
-        values: Sequence `[d]`.
+        values: Sequence ``[d]``.
 
     Returns:
-        Non-decreasing sequence `[d]` with the same sum.
+        Non-decreasing sequence ``[d]`` with the same sum.
 
     Example:
         >>> isotonic(torch.tensor([1.0, 4.0, 2.0, 6.0]))
         tensor([1., 3., 3., 6.])
     """
-    blocks: list[tuple[float, int]] = []  # mean and length
-    for value in values.tolist():
-        mean, length = value, 1
-        while blocks and blocks[-1][0] >= mean:
-            previous, count = blocks.pop()
-            mean = (previous * count + mean * length) / (count + length)
-            length += count
-        blocks.append((mean, length))
-    means, lengths = zip(*blocks, strict=True)
-    return values.new_tensor(means).repeat_interleave(torch.tensor(lengths, device=values.device))
+    return values.new_tensor(isotonic_regression(values.cpu().numpy()).x)
 
 
 def _check_folds(means: Sequence[Tensor], sizes: Sequence[float], name: str) -> None:

@@ -10,9 +10,39 @@ from torch import Tensor
 
 from laplace_debias.debias.sampling import checked_scores
 
-__all__ = ["CrossfitOptions", "even_parts"]
+__all__ = ["CROSSFIT", "SINGLE", "TWO_BATCH", "CrossfitOptions", "debias_mode", "even_parts"]
+
+TWO_BATCH, SINGLE, CROSSFIT = "two-batch", "single", "crossfit"
 
 SAMPLINGS = ("uniform", "curvature")
+
+
+def debias_mode(debias: bool | str) -> str:
+    """The name of a debiasing method.
+
+    Args:
+        debias: ``True`` or ``"two-batch"``, ``"crossfit"``, or ``"single"``.
+
+    Returns:
+        ``"two-batch"``, ``"crossfit"`` or ``"single"``.
+
+    Raises:
+        ValueError: For anything else.
+
+    Example:
+        >>> debias_mode(True)
+        'two-batch'
+    """
+    if debias is True:
+        return TWO_BATCH
+    if isinstance(debias, str) and debias in (TWO_BATCH, SINGLE, CROSSFIT):
+        return debias
+    raise ValueError(
+        "Expected `debias` to be True or 'two-batch' (directions from one mini-batch, curvatures "
+        "from another), 'crossfit' (directions from all data drawn, curvatures from folds that "
+        "did not choose them), 'single' (one mini-batch for both, biased) or False "
+        f"(laplace-torch's own class), got {debias!r}. Remedy: `Laplace(model, ..., debias=True)`."
+    )
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from laplace_debias.data.reading import check_targets
+from laplace_debias.data.inputs import Inputs, take
 from laplace_debias.debias.few_rows import few_rows_from, most_few_rows
 from laplace_debias.debias.options import CrossfitOptions
-from laplace_debias.kfac.counted import Network
-from laplace_debias.kfac.input_factors import InputFactors
-from laplace_debias.network.capture import Inputs, take
-from laplace_debias.network.loss import loss_sum
+from laplace_debias.kfac.engine import Engine
+from laplace_debias.kfac.factors import Factors
 
 __all__ = ["PoolPass"]
 
@@ -23,7 +21,7 @@ class PoolPass:
     """What one forward pass over a pool yields; mini-batches are added one by one.
 
     Attributes:
-        network: The network, which counts its passes.
+        engine: The engine, which counts its passes.
         options: Folds and numbers of data, without ``None``.
         key: Key of the inputs in a mapping.
         A: Input factors of each fold.
@@ -32,10 +30,10 @@ class PoolPass:
         loss: Sum of the losses.
     """
 
-    network: Network
+    engine: Engine
     options: CrossfitOptions
     key: str
-    A: dict[int, InputFactors] = field(default_factory=dict)
+    A: dict[int, Factors] = field(default_factory=dict)
     more_rows: list[tuple[Tensor | None, ...]] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     loss: Tensor | float = 0.0
@@ -52,24 +50,32 @@ class PoolPass:
         for k in range(K):  # every K-th datum of the pool
             rows = slice((k - seen) % K, stop, K)
             if rows.start < stop:
-                new = self.network.inputs(
-                    take(X, rows, self.key), few_rows_from(self.options.n_input)
-                )
-                self.A[k] = self.A[k] + new if k in self.A else new
+                least = few_rows_from(self.options.n_input)
+                new = self._forward(X, y, rows, inputs=True, rows_from=least)
                 parts.append((rows, new.outputs))
+                new = replace(new, outputs=None)
+                self.A[k] = self.A[k] + new if k in self.A else new
         if stop < len(y):
             rows = slice(stop, len(y))
             least = few_rows_from(max(seen + stop + 1, self.options.n_input))
-            f, more = self.network.rows(take(X, rows, self.key), least)
-            self.more_rows.append(more)
-            parts.append((rows, f))
+            new = self._forward(X, y, rows, inputs=False, rows_from=least)
+            self.more_rows.append(new.rows)
+            parts.append((rows, new.outputs))
         f = parts[0][1].new_empty(len(y), *parts[0][1].shape[1:])
         for rows, part in parts:
             f[rows] = part
-        check_targets(y, f.shape, self.network.likelihood)
         self.outputs.append(f)
-        self.loss = self.loss + loss_sum(f, y, self.network.likelihood)
         return f
+
+    def _forward(
+        self, X: Inputs, y: Tensor, rows: slice, *, inputs: bool, rows_from: float
+    ) -> Factors:
+        """Input factors, rows and outputs of some data of a mini-batch; adds up their loss."""
+        new = self.engine.factors(
+            take(X, rows, self.key), y[rows], inputs=inputs, outputs=False, rows_from=rows_from
+        )
+        self.loss = self.loss + new.loss
+        return new
 
     def rows(self) -> list[Tensor | None]:
         """For each parameter the rows ``[n, d_in]`` of a wide layer, no more than few, or None."""

@@ -10,7 +10,7 @@ the `n` data of a pool, and each gets an importance weight::
 
 For any function h, `1/m sum_{j=1}^m w_{i_j} h_{i_j}` is then unbiased for the pool's mean of h. The
 uniform part bounds the weights by `1 / u`. Its share matters little: 2 to 10 per cent came out the
-same within errors, see `examples/debiasing_losers.py`.
+same within errors, see `examples/research/debiasing_losers.py`.
 
 `laplace_debias.debias.reservoirs` makes the independent draw from a stream.
 """
@@ -22,8 +22,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace_debias.network.loss import curvature_scores
+
 DEFAULT_SHARE = 0.05
-"""Share of the uniform distribution in the mixture, see `examples/debiasing_losers.py`."""
+"""Share of the uniform distribution in the mixture, see `examples/research/debiasing_losers.py`."""
 
 
 @dataclass(frozen=True)
@@ -39,35 +41,6 @@ class WeightedDraw:
     indices: Tensor
     weights: Tensor
     n_pool: int
-
-
-def curvature_scores(outputs: Tensor, likelihood: str = "classification") -> Tensor:
-    """Trace of each datum's output Hessian.
-
-    Args:
-        outputs: Network outputs `[n, C]`.
-        likelihood: `"classification"` gives `1 - sum_c p_c^2`; `"regression"`, where the Hessian
-            is constant, gives the same score to all data, so that they are drawn uniformly.
-
-    Returns:
-        Scores `[n]` in float64.
-
-    Raises:
-        ValueError: For an unknown likelihood.
-
-    Example:
-        >>> curvature_scores(torch.tensor([[0.0, 0.0], [9.0, -9.0]])).round(decimals=4)
-        tensor([0.5000, 0.0000], dtype=torch.float64)
-    """
-    if likelihood == "regression":
-        return torch.ones(len(outputs), dtype=torch.float64, device=outputs.device)
-    if likelihood != "classification":
-        raise ValueError(
-            f"Expected likelihood 'classification' or 'regression', got {likelihood!r}; pass "
-            f"scores of your own for others."
-        )
-    log_p = outputs.double().log_softmax(-1)
-    return -(log_p.exp() * log_p.expm1()).sum(-1)  # sum_c p_c (1 - p_c) without cancellation
 
 
 def sampling_probabilities(scores: Tensor, uniform: float = DEFAULT_SHARE) -> Tensor:

@@ -14,12 +14,14 @@ import torch
 from laplace.baselaplace import BaseLaplace
 from torch import Tensor, nn
 
-from laplace_debias.data.reading import Inputs, read
+from laplace_debias.data.inputs import Inputs
+from laplace_debias.data.reading import read
 from laplace_debias.evaluation.predictors import laplace_predictor, model_predictor
 from laplace_debias.evaluation.reports import CalibrationReport
 from laplace_debias.evaluation.streams import CalibrationMetrics, RegressionMetrics
-from laplace_debias.network.loss import likelihood_of
+from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.upstream import device_of
 
 __all__ = ["EvaluationError", "evaluate"]
 
@@ -101,11 +103,15 @@ def evaluate(
         )
     if is_laplace:
         _check_laplace(predictor, likelihood)
-        model, likelihood = predictor.model, likelihood_of(predictor.likelihood)
-        device, key_y, sigma_noise = predictor._device, predictor.dict_key_y, predictor.sigma_noise
+        model, likelihood = predictor.model, likelihood_name(predictor.likelihood)
+        device, key_y, sigma_noise = (
+            device_of(predictor),
+            predictor.dict_key_y,
+            predictor.sigma_noise,
+        )
         predict = laplace_predictor(predictor, pred_type, link_approx, n_samples)
     else:
-        likelihood = likelihood_of(likelihood or "classification")
+        likelihood = likelihood_name(likelihood or "classification")
         model, key_y = predictor, "labels"
         first = next(iter([*model.parameters(), *model.buffers()]), torch.empty(0))
         device = first.device
@@ -144,7 +150,7 @@ def _check_laplace(la: BaseLaplace, likelihood: str | None) -> None:
             f"Expected a fitted {type(la).__name__}, got one that has seen no data. Remedy: call "
             "`la.fit(train_loader)` first."
         )
-    own = likelihood_of(la.likelihood)
+    own = likelihood_name(la.likelihood)
     if likelihood not in (None, own):
         raise ValueError(
             f"Expected no `likelihood`, or that of the Laplace approximation ({own!r}), got "

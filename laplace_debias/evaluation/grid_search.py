@@ -18,7 +18,8 @@ from laplace_debias.evaluation.predictors import Predict, laplace_predictor
 from laplace_debias.evaluation.sweep import Update, run_sweep
 from laplace_debias.evaluation.sweep_result import SweepResult
 from laplace_debias.evaluation.table import UserMetric, metric_table
-from laplace_debias.network.loss import likelihood_of
+from laplace_debias.network.loss import likelihood_name
+from laplace_debias.network.upstream import device_of, dtype_of
 from laplace_debias.predictive.eigenblocks import check_fitted, prior_grid
 from laplace_debias.predictive.predictions import Prediction
 from laplace_debias.predictive.predictor import StructuredPredictor
@@ -131,7 +132,7 @@ def gridsearch_prior_precision(
         predict = laplace_predictor(la, "nn", **options)
         n_data = _run_networks(la, grid, val_loader, predict, update, progress_bar)
     values = tuple(float(metric.compute().sum()) for metric in losses)
-    grid = grid.to(device=la._device, dtype=la._dtype)
+    grid = grid.to(device=device_of(la), dtype=dtype_of(la))
     link = "mc" if pred_type == PredType.NN else str(getattr(link_approx, "value", link_approx))
     return SweepResult(grid, {"loss": values}, {"loss": False}, n_data, link)
 
@@ -139,11 +140,11 @@ def gridsearch_prior_precision(
 def _fresh(la: KronLaplace, loss: Loss | None) -> torchmetrics.Metric:
     """Return a fresh metric for one grid point."""
     if loss is None:
-        table = metric_table(likelihood_of(la.likelihood), sigma_noise=la.sigma_noise)
+        table = metric_table(likelihood_name(la.likelihood), sigma_noise=la.sigma_noise)
         metric = table["nll"]()
     else:
         metric = UserMetric(loss if isinstance(loss, torchmetrics.Metric) else _Callable(loss))
-    return metric.to(la._device)
+    return metric.to(device_of(la))
 
 
 @contextmanager
@@ -166,12 +167,12 @@ def _run_networks(
 ) -> int:
     """Predict by sampling networks, one pass over the data per grid point."""
     prior_grid(grid, 1, grid)
-    likelihood = likelihood_of(la.likelihood)
+    likelihood = likelihood_name(la.likelihood)
     with torch.no_grad(), _prior_precision(la):
         for i, delta in enumerate(tqdm.tqdm(grid, desc="[Grid]", disable=not progress_bar)):
             la.prior_precision = delta
             n_data = 0
-            for x, y in read(loader, la._device, la.dict_key_y, name="val_loader"):
+            for x, y in read(loader, device_of(la), la.dict_key_y, name="val_loader"):
                 prediction = predict(x)
                 check_targets(y, prediction[0].shape, likelihood)
                 update(i, prediction, y)

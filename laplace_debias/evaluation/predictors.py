@@ -13,8 +13,8 @@ import torch
 from laplace.baselaplace import BaseLaplace
 from torch import Tensor, nn
 
-from laplace_debias.data.reading import Inputs
-from laplace_debias.network.loss import Likelihood, likelihood_of
+from laplace_debias.data.inputs import Inputs
+from laplace_debias.network.loss import Likelihood, likelihood_name
 from laplace_debias.predictive.predictions import Prediction
 
 __all__ = ["LogProbabilities", "Predict", "laplace_predictor", "model_predictor"]
@@ -95,7 +95,7 @@ def laplace_predictor(
         options["pred_type"] = pred_type
     if generator is not None:
         options["generator"] = generator
-    regression = likelihood_of(la.likelihood) == "regression"
+    regression = likelihood_name(la.likelihood) == "regression"
     options["link_approx"] = "mc" if pred_type == "nn" else link_approx
 
     def predict(X: Inputs) -> Prediction:

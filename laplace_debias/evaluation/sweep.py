@@ -12,7 +12,8 @@ from torch import Tensor
 from laplace_debias.data.reading import check_targets, read
 from laplace_debias.evaluation.sweep_result import SweepResult
 from laplace_debias.evaluation.table import Metrics, fresh_metrics
-from laplace_debias.network.loss import likelihood_of
+from laplace_debias.network.loss import likelihood_name
+from laplace_debias.network.upstream import device_of
 from laplace_debias.predictive.eigenblocks import PriorPrecisions, check_fitted
 from laplace_debias.predictive.links import check_link
 from laplace_debias.predictive.predictions import Prediction, check_method, glm_predictions
@@ -95,7 +96,7 @@ def sweep_prior_precision(
         (14, 8)
     """
     check_fitted(la)
-    likelihood = likelihood_of(la.likelihood)
+    likelihood = likelihood_name(la.likelihood)
     if prior_precisions is None:
         prior_precisions = default_grid(la.n_data)
     predictor = StructuredPredictor(la, prior_precisions, memory_budget, keep_graph=False)
@@ -171,11 +172,11 @@ def run_sweep(
     check_link(link_approx)
     check_method(method)
     la, n_data = predictor.la, 0
-    likelihood = likelihood_of(la.likelihood)
+    likelihood = likelihood_name(la.likelihood)
     options = {"link_approx": link_approx, "n_samples": n_samples, "method": method}
     title = "[Sweep]" if progress_bar else None
     with torch.no_grad():
-        for x, y in read(loader, la._device, la.dict_key_y, progress=title):
+        for x, y in read(loader, device_of(la), la.dict_key_y, progress=title):
             predictions = glm_predictions(
                 predictor, x, regression=likelihood == "regression", generator=generator, **options
             )

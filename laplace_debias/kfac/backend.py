@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -10,30 +9,32 @@ from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
 from laplace.utils import Kron
 from torch import Tensor
 
+from laplace_debias.data.inputs import Inputs
 from laplace_debias.kfac.engine import kfac_factors
+from laplace_debias.network.loss import Fisher
+
+__all__ = ["HookEF", "HookGGN", "HookInterface"]
 
 
 class HookInterface(CurvatureInterface):
     """Shared by the two curvatures; all but `kron` is laplace-torch's own."""
 
     @property
-    def fisher(self) -> str:
+    def fisher(self) -> Fisher:
         """Which curvature, as :func:`laplace_debias.kfac.engine.kfac_factors` names it."""
         raise NotImplementedError
 
-    def kron(
-        self, x: Tensor | MutableMapping[str, Any], y: Tensor, N: int, **kwargs: Any
-    ) -> tuple[Tensor, Kron]:
-        """K-FAC factors of a mini-batch of m data, A scaled by `m / N` as laplace-torch expects.
+    def kron(self, x: Inputs, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, Kron]:
+        """K-FAC factors of a mini-batch of m data, A scaled by ``m / N`` as laplace-torch expects.
 
         Args:
             x: Mini-batch, a tensor or a mapping.
             y: Its targets.
             N: Number of data over which the caller sums mini-batches.
-            **kwargs: Passed to `kfac_factors`, e.g. `weights`.
+            **kwargs: Passed to :func:`laplace_debias.kfac.engine.kfac_factors`, e.g. ``weights``.
 
         Returns:
-            Sum of the losses, and one block per trainable parameter: `[B, A m / N]` or `[B]`.
+            Sum of the losses, and one block per trainable parameter: ``[B, A m / N]`` or ``[B]``.
         """
         model = self.model
         if self.last_layer:
@@ -44,16 +45,13 @@ class HookInterface(CurvatureInterface):
             model,
             x,
             y,
-            likelihood=str(getattr(self.likelihood, "value", self.likelihood)),
+            likelihood=self.likelihood,
             params=self.params,
             fisher=self.fisher,
             **kwargs,
         )
-        kron = factors.to_kron()
-        for block in kron.kfacs:
-            if len(block) == 2:
-                block[1] = block[1] * (factors.n_data / N)
-        return factors.loss, kron
+        blocks = [[block[0], *(A * (factors.n / N) for A in block[1:])] for block in factors.blocks]
+        return factors.loss, Kron(blocks)
 
 
 class HookGGN(HookInterface, GGNInterface):
@@ -76,9 +74,9 @@ class HookGGN(HookInterface, GGNInterface):
     """
 
     @property
-    def fisher(self) -> str:
+    def fisher(self) -> Fisher:
         """The exact GGN, or one random vector per datum."""
-        return "mc" if self.stochastic else "ggn"
+        return "mc" if self.stochastic else "exact"
 
 
 class HookEF(HookInterface, EFInterface):
@@ -92,4 +90,7 @@ class HookEF(HookInterface, EFInterface):
         [2, 1]
     """
 
-    fisher = "ef"
+    @property
+    def fisher(self) -> Fisher:
+        """The gradient of the loss."""
+        return "empirical"

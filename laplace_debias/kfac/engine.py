@@ -1,196 +1,311 @@
-r"""K-FAC-expand factors of the GGN by hooks, with a weight for every datum in the output factors.
+r"""THE engine: run passes, count them, and hand each layer's rows to accumulators.
 
-For each trainable weight the block of the GGN is approximated by `kron(B, A)`, for each bias by
-`B`::
+For each trainable weight the block of the GGN is approximated by ``kron(B, A)``, for each bias by
+``B``. With backward vectors ``v_nk`` (:func:`laplace_debias.network.loss.backward_vectors`)::
 
-    B = sum_n w_n sum_t sum_c g_ntc g_ntc^T      g_ntc = (d f_n / d s_nt)^T S_n[:, c]
+    B = sum_n w_n sum_k sum_t g_nkt g_nkt^T      g_nkt = (d f_n / d s_nt)^T v_nk
     A = mean_{n,t} a_nt a_nt^T
 
-with `a_nt` and `s_nt` the layer's input and output for datum `n` at position `t`, and `S_n S_n^T`
-the Hessian of the loss with respect to the network's output `f_n`. B is a SUM over data, A a MEAN.
-The loss is the cross-entropy (Hessian `diag(p) - p p^T`) or half the squared error (Hessian `I`),
-summed over data.
-
-The softmax Hessian has rank C - 1, and so does the root used here: C - 1 backward passes instead
-of C. Weights ride on the root (`sqrt(w_n) S_n`). A module that is called several times in one
-forward pass, or a parameter that several modules share, sees the calls as further positions.
+with ``a_nt`` and ``s_nt`` the layer's input and output for datum n at position t (other ways to sum
+positions: :mod:`laplace_debias.kfac.grams`). B is a SUM over data, A a MEAN. The loss is the
+cross-entropy or half the squared error, summed over data. Weights ride on V, for B and the loss
+alone: the data worth backward passes for B need not be those that serve A.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Literal
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
-from laplace.utils import Kron
 from torch import Tensor, nn
 
+from laplace_debias.data.inputs import Inputs, accumulation_dtype
 from laplace_debias.data.reading import check_targets
-from laplace_debias.kfac.input_factors import (
-    InputFactors,
-    Inputs,
-    check_names,
-    check_outputs,
-    pooled_mean,
-)
-from laplace_debias.network.loss import loss_root, loss_sum
+from laplace_debias.kfac.factors import Factors
+from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox, OutputGram
+from laplace_debias.network.loss import Fisher, backward_vectors, likelihood_name, loss_sum
+from laplace_debias.network.ownership import owned_parameters
 from laplace_debias.network.preserve import evaluation_mode
-from laplace_debias.network.recorder import Tape, owned_parameters
+from laplace_debias.network.recorder import Recorder, check_outputs
+
+__all__ = ["Engine", "FitCost", "kfac_factors"]
 
 
-@dataclass(frozen=True)
-class KFACFactors:
-    """K-FAC factors of a model, one block per parameter.
+@dataclass
+class FitCost:
+    """What a fit cost.
 
     Attributes:
-        names: Name of each parameter, in the order of `model.parameters()`.
-        blocks: `(B, A)` for a weight, `(B,)` for a bias; B a sum over data, A a mean.
-        loss: Sum over data of the (weighted) loss, or None without targets.
-        n_data: Number of data.
-        n_outputs: Number C of outputs of the network.
-        n_passes: Number of backward passes per datum.
+        forward: Forward passes, one per datum.
+        backward: Backward passes, one per datum and vector.
+        seconds: Wall-clock time by stage.
     """
 
-    names: tuple[str, ...]
-    blocks: tuple[tuple[Tensor, ...], ...]
-    loss: Tensor | None
-    n_data: int
-    n_outputs: int
-    n_passes: int
+    forward: int = 0
+    backward: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
 
-    def __add__(self, other: KFACFactors) -> KFACFactors:
-        """Factors of the data of both: B and loss added, A averaged by numbers of data."""
-        check_names(self.names, other.names)
-        blocks = tuple(
-            (
-                one[0] + two[0],
-                *(
-                    pooled_mean(A, self.n_data, A_other, other.n_data)
-                    for A, A_other in zip(one[1:], two[1:], strict=True)
-                ),
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time of the block to a stage.
+
+        Example:
+            >>> cost = FitCost()
+            >>> with cost.stage("passes"):
+            ...     pass
+            >>> list(cost.seconds)
+            ['passes']
+        """
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass
+class Engine:
+    """A network as K-FAC sees it, with its passes counted.
+
+    Attributes:
+        root: The module whose parameters are Bayesian: ``Linear`` and ``Conv1d/2d/3d`` layers whose
+            output is ``[n, C]``; anything else may stand between them if its own parameters are
+            frozen. A module that is called several times sees the calls as further positions.
+        likelihood: ``"classification"`` (softmax cross-entropy) or ``"regression"`` (half squared
+            error).
+        fisher: Which backward vectors, see :func:`laplace_debias.network.loss.backward_vectors`.
+        kfac_approx: How positions are summed, see :mod:`laplace_debias.kfac.grams`.
+        generator: Source of randomness for ``fisher="mc"``; the global one by default.
+        embed: Turns a datum's inputs into inputs of ``root`` (features for a last layer).
+        params: Parameters that get a block; by default all that require a gradient.
+        cost: What all passes so far have cost.
+
+    Raises:
+        ValueError: If the model has no trainable parameter, K-FAC cannot represent one, or an
+            option is unknown.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        >>> engine = Engine(model, "classification")
+        >>> factors = engine.factors(torch.ones(5, 3), torch.tensor([0, 1, 0, 1, 1]))
+        >>> [tuple(len(M) for M in block) for block in factors.blocks], engine.cost.backward
+        ([(4, 3), (4,), (2, 4), (2,)], 5)
+    """
+
+    root: nn.Module
+    likelihood: str
+    fisher: Fisher = "exact"
+    kfac_approx: KFACApprox = "expand"
+    generator: torch.Generator | None = None
+    embed: Callable[[Inputs], Inputs] | None = None
+    params: Iterable[nn.Parameter] | None = None
+    cost: FitCost = field(default_factory=FitCost)
+
+    def __post_init__(self) -> None:
+        """Look up who owns the parameters."""
+        self.likelihood = likelihood_name(self.likelihood)
+        if self.kfac_approx not in KFAC_APPROXES:
+            raise ValueError(
+                f"Expected `kfac_approx` in {KFAC_APPROXES}, got {self.kfac_approx!r}. Remedy: "
+                "pass one of them."
             )
-            for one, two in zip(self.blocks, other.blocks, strict=True)
-        )
-        loss = None if self.loss is None or other.loss is None else self.loss + other.loss
-        return replace(self, blocks=blocks, loss=loss, n_data=self.n_data + other.n_data)
+        self.owned = owned_parameters(self.root, self.params)
+        shared = [p.name for p in self.owned if len(p.layers) > 1]
+        if shared and self.kfac_approx != "expand":
+            raise ValueError(
+                f"Expected kfac_approx='expand' for parameters that several layers share "
+                f"({shared}), got {self.kfac_approx!r}. Remedy: use 'expand', or freeze them."
+            )
+        self.names = tuple(p.name for p in self.owned)
+        layers = {layer: None for p in self.owned for layer in p.layers}  # an ordered set
+        self._layers = list(layers)
+        found = {module: name for name, module in self.root.named_modules()}
+        self._layer_names = {layer: found[layer] or "the model" for layer in layers}
 
-    def with_inputs(self, inputs: InputFactors) -> KFACFactors:
-        """The same output factors with the input factors of other data (more of them, say).
+    def factors(
+        self,
+        X: Inputs,
+        y: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        inputs: bool = True,
+        outputs: bool = True,
+        rows_from: float = math.inf,
+    ) -> Factors:
+        """Factors of one mini-batch; the network is left as found.
 
         Args:
-            inputs: Input factors for the same parameters.
+            X: Inputs of n data, a tensor or a mapping that the model takes as its one argument.
+            y: Targets, ``[n]`` class indices or ``[n, C]`` values. Needed for the loss and for the
+                empirical Fisher.
+            weights: Non-negative weight ``[n]`` of each datum in B and in the loss; 1 by default.
+            inputs: Whether to compute A.
+            outputs: Whether to compute B, which takes backward passes. Without, the network's
+                outputs are kept instead.
+            rows_from: Keep the rows of linear layers of at least that many inputs, if they see one
+                row per datum; by default of none.
 
         Returns:
-            Factors with each A replaced.
+            The factors, in at least single precision.
 
         Raises:
-            ValueError: If the two do not belong to the same parameters.
+            ValueError: If the forward pass never uses a layer, or if the shapes of outputs, targets
+                or weights do not fit.
         """
-        check_names(self.names, inputs.names)
-        blocks = tuple(
-            block if A is None else (block[0], A)
-            for block, A in zip(self.blocks, inputs.A, strict=True)
-        )
-        return replace(self, blocks=blocks)
+        weights_only = [p for p in self.owned if p.role == "weight"]
+        grams = {p.name: InputGram(self.kfac_approx, p.name) for p in weights_only if inputs}
+        listeners: dict[nn.Module, list[InputGram]] = {}
+        for p in weights_only if inputs else ():
+            for layer in p.layers:
+                listeners.setdefault(layer, []).append(grams[p.name])
+        rows: dict[nn.Module, list[Tensor]] = {}
 
-    def to_kron(self) -> Kron:
-        """The blocks as laplace-torch's `Kron`."""
-        return Kron([list(block) for block in self.blocks])
+        def on_input(layer: nn.Module, a: Tensor) -> None:
+            for gram in listeners.get(layer, ()):
+                gram.add(layer, a)
+            if isinstance(layer, nn.Linear) and layer.in_features >= rows_from:
+                kept = a.to(accumulation_dtype(a.dtype), copy=True)
+                rows.setdefault(layer, []).append(kept)
+
+        recorder = Recorder(self._layers, on_input=on_input)
+        with self.cost.stage("passes"), evaluation_mode(self.root):
+            x = X if self.embed is None else self.embed(X)
+            with torch.set_grad_enabled(outputs), recorder.recording():
+                f = check_outputs(self.root(x))
+            n, C = f.shape
+            self._check_called(recorder, outputs)
+            if y is not None:
+                check_targets(y, f.shape, self.likelihood)
+            n_vectors, B = self._outputs(f, y, weights, recorder) if outputs else (0, {})
+        self.cost.forward += n
+        self.cost.backward += n * n_vectors
+        return Factors(
+            self.names,
+            tuple(_total([B[layer] for layer in p.layers]) if B else None for p in self.owned),
+            tuple(grams[p.name].result(n) if p.name in grams else None for p in self.owned),
+            n,
+            C,
+            weight=n,
+            loss=None if y is None else loss_sum(f.detach(), y, self.likelihood, weights),
+            forward=n,
+            backward=n * n_vectors,
+            outputs=None if outputs else f,
+            rows=tuple(
+                _one_row_each([r for layer in p.layers for r in rows.get(layer, [])], n)
+                if p.role == "weight"
+                else None
+                for p in self.owned
+            ),
+            at_output=tuple(
+                len(p.layers) == 1
+                and len(recorder.calls[p.layers[0]]) == 1
+                and recorder.calls[p.layers[0]][0].is_output(f)
+                for p in self.owned
+            ),
+        )
+
+    def _outputs(
+        self, f: Tensor, y: Tensor | None, weights: Tensor | None, recorder: Recorder
+    ) -> tuple[int, dict[nn.Module, Tensor]]:
+        """The number of backward vectors, and B of every layer."""
+        V = backward_vectors(
+            f.detach(), y, self.likelihood, self.fisher, self.generator, weights
+        )  # [k, n, C]
+        grams = {
+            layer: OutputGram(layer, f, self.kfac_approx, self._layer_names[layer])
+            for layer in self._layers
+        }
+        calls = [call for layer in self._layers for call in recorder.calls[layer]]
+        for k, v in enumerate(V):
+            gradients = torch.autograd.grad(
+                f,
+                [call.edge for call in calls],
+                v,
+                retain_graph=k + 1 < len(V),
+                allow_unused=True,  # None: the output does not depend on the layer
+            )
+            found: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self._layers}
+            for call, g in zip(calls, gradients, strict=True):
+                if g is not None:
+                    found[call.module].append(g)
+            for layer, gram in grams.items():
+                gram.add(found[layer], len(f))
+        return len(V), {layer: gram.result() for layer, gram in grams.items()}
+
+    def _check_called(self, recorder: Recorder, outputs: bool) -> None:
+        """Raise if a layer was not called, or called without gradients."""
+        for p in self.owned:
+            for layer in p.layers:
+                if not recorder.calls[layer]:
+                    raise ValueError(
+                        f"Expected the forward pass to call the layer of parameter {p.name}, got "
+                        "no call (it is unused, or its weight is used without it, as in "
+                        "MultiheadAttention). Remedy: freeze it, "
+                        f'`model.get_parameter("{p.name}").requires_grad_(False)`.'
+                    )
+                if outputs and any(call.edge is None for call in recorder.calls[layer]):
+                    raise ValueError(
+                        f"Expected the output of '{self._layer_names[layer]}' to require a "
+                        "gradient, got one that does not. Remedy: let its parameters require "
+                        "gradients, and do not call it under `no_grad`."
+                    )
 
 
 def kfac_factors(
     model: nn.Module,
-    x: Inputs,
+    X: Inputs,
     y: Tensor | None = None,
     *,
-    likelihood: Literal["classification", "regression"],
+    likelihood: str,
     params: Iterable[nn.Parameter] | None = None,
     weights: Tensor | None = None,
-    fisher: Literal["ggn", "mc", "ef"] = "ggn",
+    fisher: Fisher = "exact",
+    kfac_approx: KFACApprox = "expand",
     generator: torch.Generator | None = None,
     inputs: bool = True,
-    vectorize: bool = False,
-) -> KFACFactors:
-    """K-FAC-expand factors of the GGN (or empirical Fisher) on one mini-batch.
-
-    The network is evaluated in eval mode; its modes, parameters, gradients and hooks are left as
-    found.
+    outputs: bool = True,
+    rows_from: float = math.inf,
+) -> Factors:
+    """K-FAC factors of one mini-batch: an :class:`Engine` for a single use.
 
     Args:
-        model: Network of `Linear` and `Conv1d/2d/3d` layers whose output is `[n, C]`; anything
-            else may stand between them if its own parameters are frozen.
-        x: Mini-batch, a tensor or a mapping that the model takes as its one argument.
-        y: Targets, `[n]` class indices or `[n, C]` values. Needed for the loss and for
-            `fisher="ef"`.
-        likelihood: `"classification"` (softmax cross-entropy) or `"regression"` (half squared
-            error).
-        params: Parameters that get a block; by default all that require a gradient.
-        weights: Non-negative weight `[n]` of each datum in B and in the loss; by default 1. A
-            stays a plain mean: the data worth backward passes for B need not be those that serve A.
-        fisher: `"ggn"`: the exact Hessian of the loss, C - 1 backward passes (C for regression).
-            `"mc"`: one random vector per datum with the Hessian as its second moment, one backward
-            pass, see `sampled_hessian_root`. `"ef"`: the empirical Fisher at laplace-torch's scale
-            (for regression twice the outer product of gradients of half the squared error).
-        generator: Source of randomness for `fisher="mc"`; the global one by default.
-        inputs: Whether to compute A; without it the blocks of weights are `(B,)`.
-        vectorize: Whether to run all backward passes as one batched pass: C times the memory and
-            no faster on a CPU, but fewer and larger kernels.
+        model: See :class:`Engine`.
+        X: See :meth:`Engine.factors`.
+        y: See :meth:`Engine.factors`.
+        likelihood: See :class:`Engine`.
+        params: See :class:`Engine`.
+        weights: See :meth:`Engine.factors`.
+        fisher: See :class:`Engine`.
+        kfac_approx: See :class:`Engine`.
+        generator: See :class:`Engine`.
+        inputs: See :meth:`Engine.factors`.
+        outputs: See :meth:`Engine.factors`.
+        rows_from: See :meth:`Engine.factors`.
 
     Returns:
-        The factors, in at least single precision.
+        The factors.
 
     Raises:
-        ValueError: If the model has no trainable parameter, if K-FAC cannot represent one or the
-            forward pass never uses it, or if the shapes of outputs, targets or weights do not fit.
+        ValueError: As :class:`Engine` and :meth:`Engine.factors`.
 
     Example:
-        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        >>> x, y = torch.ones(5, 3), torch.tensor([0, 1, 0, 1, 1])
-        >>> factors = kfac_factors(model, x, y, likelihood="classification")
-        >>> [tuple(len(M) for M in block) for block in factors.blocks]
-        [(4, 3), (4,), (2, 4), (2,)]
+        >>> X = torch.tensor([[1.0, 0.0], [0.0, 3.0]])
+        >>> kfac_factors(nn.Linear(2, 1), X, likelihood="regression", outputs=False).A[0]
+        tensor([[0.5000, 0.0000], [0.0000, 4.5000]])
     """
-    for value, name, known in (
-        (likelihood, "likelihood", ("classification", "regression")),
-        (fisher, "fisher", ("ggn", "mc", "ef")),
-    ):
-        if value not in known:
-            raise ValueError(f"Expected {name} in {known}, got {value!r}; pass one of them.")
-    owned = owned_parameters(model, params)
-    tape = Tape(owned, inputs=inputs, outputs=True)
-    with evaluation_mode(model), torch.enable_grad():
-        with tape.recording():
-            f = model(x)
-        check_outputs(f)
-        if y is not None:
-            check_targets(y, f.shape, likelihood)
-        root = loss_root(f.detach(), y, likelihood, fisher, generator)  # [n, C, columns]
-        if weights is not None:
-            root = root * _checked_weights(weights, f).to(root).sqrt()[:, None, None]
-        columns = root.permute(2, 0, 1).to(f.dtype)
-        B = tape.output_grams(f, columns, vectorize=vectorize)
-
-    blocks = []
-    for p in owned:
-        block = (sum(B[layer] for layer in p.layers),)
-        if p.role == "weight" and inputs:
-            block += (tape.input_mean(p.layers),)
-        blocks.append(block)
-    loss = None if y is None else loss_sum(f.detach(), y, likelihood, weights)
-    names = tuple(p.name for p in owned)
-    return KFACFactors(names, tuple(blocks), loss, *f.shape, len(columns))
+    engine = Engine(model, likelihood, fisher, kfac_approx, generator, params=params)
+    return engine.factors(X, y, weights, inputs=inputs, outputs=outputs, rows_from=rows_from)
 
 
-def _checked_weights(weights: Tensor, f: Tensor) -> Tensor:
-    """One finite, non-negative weight per datum."""
-    if weights.shape != (len(f),):
-        raise ValueError(
-            f"Expected weights of shape [{len(f)}], got {list(weights.shape)}; pass one per datum."
-        )
-    if not bool(torch.isfinite(weights).all() & (weights >= 0).all()):
-        raise ValueError(
-            "Expected finite, non-negative weights, got a negative or non-finite one; check the "
-            "scores they were made from."
-        )
-    return weights
+def _total(parts: list[Tensor]) -> Tensor:
+    """Sum of the output factors of the layers that share a parameter."""
+    return sum(parts[1:], parts[0])
+
+
+def _one_row_each(calls: list[Tensor], n: int) -> Tensor | None:
+    """The kept rows of a linear layer, if it was called once and saw one row for each of n data."""
+    return calls[0] if len(calls) == 1 and calls[0].ndim == 2 and len(calls[0]) == n else None

@@ -1,12 +1,19 @@
-"""What K-FAC-expand needs of one layer: Gram matrices of its inputs and output gradients.
+r"""Accumulators: from the rows of a layer to Gram matrices.
 
-A layer with weight `W` (`[d_out, d_in]`; for a convolution `d_in = C_in / groups * k_1 * ... *
-k_d`) maps rows to rows, `s = W a`, once for each datum and position (token, pixel). K-FAC-expand
-sums the outer products of rows over data and positions::
+A layer with weight ``W`` (``[d_out, d_in]``; for a convolution ``d_in = C_in / groups * k_1 * ... *
+k_d``) maps rows to rows, ``s = W a``, once for each datum n and position t (token, pixel). With
+``g_nt`` the gradient with respect to row t of the output, for one backward vector, and sums over
+vectors understood, the three approximations of the block by ``kron(B, A)`` are::
 
-    A_sum = sum_r a_r a_r^T    [d_in, d_in]        B = sum_r g_r g_r^T    [d_out, d_out]
+    expand      B = sum_n sum_t g_nt g_nt^T                A = mean_n mean_t a_nt a_nt^T
+    reduce      B = sum_n (sum_t g_nt) (sum_t g_nt)^T      A = mean_n (mean_t a_nt) (mean_t a_nt)^T
+    backpack    B = sum_n (sum_t g_nt) (sum_t g_nt)^T      A = mean_n sum_t a_nt a_nt^T
 
-where `g_r` is the gradient with respect to row `r` of the output.
+Expand is exact for a single position and for deep linear networks whose loss has a term per
+position, reduce for a single position and where everything after the layer is linear and treats
+positions alike (Eschenhagen et al. 2023). BackPACK's is exact for a single position only; otherwise
+it over-estimates by up to the number of positions: its ``A`` is on the scale of a sum over
+positions. The calls of a layer that is called several times count as further positions.
 
 A grouped convolution has one input row per group. Like curvlinops, we average those rows over the
 groups before the outer product, and keep one B for all output channels together.
@@ -16,37 +23,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from laplace_debias.kfac.shifts import n_positions, saves_work, shifted_gram
+from laplace_debias.data.inputs import accumulation_dtype
+from laplace_debias.kfac.shifts import saves_work, shifted_gram
+from laplace_debias.network.unfold import conv_image, conv_windows, last_first, n_positions
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-SUPPORTED_LAYERS = (nn.Linear, *CONVOLUTIONS)
+__all__ = [
+    "KFAC_APPROXES",
+    "InputGram",
+    "KFACApprox",
+    "OutputGram",
+    "add_gradient_gram_",
+    "add_gram_",
+    "input_mean",
+    "mirror_",
+]
+
+KFACApprox = Literal["expand", "reduce", "backpack"]
+"""How positions are summed, see above."""
+KFAC_APPROXES: tuple[KFACApprox, ...] = ("expand", "reduce", "backpack")
 
 # An unfolded convolution input is copied in slices of about this size, so that memory stays
 # bounded.
 _SLICE_BYTES = 2**26
 # Above this dimension a Gram matrix is built in halves, which skips its redundant upper triangle.
 _HALVE_ABOVE = 384
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Floating point type in which Gram matrices are summed: at least single precision.
-
-    Args:
-        dtype: Type of the activations or gradients.
-
-    Returns:
-        `torch.float32` for half-precision types, `dtype` itself otherwise.
-
-    Example:
-        >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.float64)
-        (torch.float32, torch.float64)
-    """
-    return torch.promote_types(dtype, torch.float32)
 
 
 def add_gram_(out: Tensor, rows: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> None:
@@ -63,6 +68,7 @@ def add_gram_(out: Tensor, rows: Tensor, *, alpha: float = 1.0, beta: float = 1.
         beta: Factor of what was there before; with 0 it may be uninitialised.
 
     Example:
+        >>> import torch
         >>> rows, out = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.empty(2, 2)
         >>> add_gram_(out, rows, alpha=0.5, beta=0.0)
         >>> out.tril()
@@ -88,6 +94,7 @@ def mirror_(out: Tensor) -> Tensor:
         The same matrix, symmetric.
 
     Example:
+        >>> import torch
         >>> out = torch.empty(500, 500)
         >>> add_gram_(out, torch.ones(2, 500), beta=0.0)
         >>> bool((mirror_(out) == 2).all())
@@ -102,82 +109,6 @@ def mirror_(out: Tensor) -> Tensor:
     return out
 
 
-def conv_padding(layer: nn.Module) -> list[tuple[int, int]]:
-    """Padding of a convolution before and after each spatial dimension.
-
-    Args:
-        layer: `Conv1d`, `Conv2d` or `Conv3d` with numeric, `"same"` or `"valid"` padding.
-
-    Returns:
-        `(before, after)` per dimension.
-
-    Example:
-        >>> conv_padding(nn.Conv2d(1, 1, (4, 3), padding="same"))
-        [(1, 2), (1, 1)]
-    """
-    if layer.padding == "valid":
-        return [(0, 0) for _ in layer.kernel_size]
-    if layer.padding == "same":
-        total = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
-        return [(t // 2, t - t // 2) for t in total]
-    return [(p, p) for p in layer.padding]
-
-
-def conv_image(layer: nn.Module, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
-    """The image that a convolution runs over: groups averaged, padded unless with zeros.
-
-    Args:
-        layer: `Conv1d`, `Conv2d` or `Conv3d` with any padding and groups.
-        x: Its input `[n, C_in, *spatial]`.
-
-    Returns:
-        Image `[n, C_in / groups, *sizes]`, and the zeros still to be put before and after each
-        dimension.
-
-    Example:
-        >>> layer = nn.Conv1d(4, 2, 3, padding=1, padding_mode="circular", groups=2)
-        >>> image, pads = conv_image(layer, torch.ones(1, 4, 5))
-        >>> image.shape, pads
-        (torch.Size([1, 2, 7]), [(0, 0)])
-    """
-    if layer.groups > 1:
-        x = x.unflatten(1, (layer.groups, -1)).mean(1)
-    pads = conv_padding(layer)
-    if layer.padding_mode != "zeros":
-        x, pads = F.pad(x, _last_first(pads), mode=layer.padding_mode), [(0, 0) for _ in pads]
-    return x, pads
-
-
-def conv_windows(layer: nn.Module, x: Tensor) -> Tensor:
-    """All patches that a convolution sees in an image, as a view.
-
-    Args:
-        layer: `Conv1d`, `Conv2d` or `Conv3d` with any stride and dilation.
-        x: Image `[n, c, *sizes]`, padding included.
-
-    Returns:
-        View `[n, *positions, c, *kernel_size]`.
-
-    Example:
-        >>> x = torch.arange(5.0).reshape(1, 1, 5)
-        >>> conv_windows(nn.Conv1d(1, 1, 2, stride=3), x).reshape(-1, 2)
-        tensor([[0., 1.], [3., 4.]])
-    """
-    n, c, *sizes = x.shape
-    s_n, s_c, *steps = x.stride()
-    k, d, s = layer.kernel_size, layer.dilation, layer.stride
-    positions = [(sizes[i] - d[i] * (k[i] - 1) - 1) // s[i] + 1 for i in range(len(k))]
-    return x.as_strided(
-        (n, *positions, c, *k),
-        (
-            s_n,
-            *(step * si for step, si in zip(steps, s, strict=True)),
-            s_c,
-            *(step * di for step, di in zip(steps, d, strict=True)),
-        ),
-    )
-
-
 def input_mean(layer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     """Mean over data and positions of `a a^T` of a layer's input rows, and the number of rows.
 
@@ -189,6 +120,7 @@ def input_mean(layer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
         A, `[d_in, d_in]`, in at least single precision, and the number of rows.
 
     Example:
+        >>> import torch
         >>> input_mean(nn.Linear(2, 1), 2 * torch.ones(2, 4, 2))
         (tensor([[4., 4.], [4., 4.]]), 8)
     """
@@ -205,7 +137,7 @@ def input_mean(layer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
         n_rows = len(x) * prod(map(n_positions, x.shape[2:], *shape))
         return shifted_gram(x, *shape, slice_bytes=_SLICE_BYTES).div_(n_rows), n_rows
 
-    windows = conv_windows(layer, F.pad(x, _last_first(pads)) if any(map(any, pads)) else x)
+    windows = conv_windows(layer, F.pad(x, last_first(pads)) if any(map(any, pads)) else x)
     n, d = windows.shape[0], len(layer.kernel_size)
     per_datum, d_in = prod(windows.shape[1 : 1 + d]), prod(windows.shape[1 + d :])
     # Columns first: then the innermost copy runs along the input's memory.
@@ -228,6 +160,7 @@ def add_gradient_gram_(out: Tensor, layer: nn.Module, g: Tensor) -> None:
         g: Gradients of the layer's output, `[n, ..., d_out]` or `[n, d_out, *positions]`.
 
     Example:
+        >>> import torch
         >>> B = torch.zeros(2, 2)
         >>> add_gradient_gram_(B, nn.Conv1d(1, 2, 1), torch.ones(3, 2, 5))
         >>> B
@@ -241,6 +174,119 @@ def add_gradient_gram_(out: Tensor, layer: nn.Module, g: Tensor) -> None:
     add_gram_(out, rows)
 
 
-def _last_first(pads: Sequence[tuple[int, int]]) -> list[int]:
-    """Padding in the order of `torch.nn.functional.pad`."""
-    return [p for pair in reversed(pads) for p in pair]
+class InputGram:
+    """Accumulates the input factor A of one weight over the calls of its layers in one pass.
+
+    Args:
+        approx: How positions are summed.
+        name: What the weight is called in errors.
+
+    Example:
+        >>> import torch
+        >>> gram, layer = InputGram("backpack"), nn.Linear(1, 1)
+        >>> gram.add(layer, torch.ones(2, 4, 1))
+        >>> gram.result(n=2)
+        tensor([[4.]])
+    """
+
+    def __init__(self, approx: KFACApprox = "expand", name: str = "weight") -> None:
+        self.approx, self.name = approx, name
+        self._means: list[tuple[Tensor, int]] = []
+        self._sums: list[tuple[Tensor, int]] = []
+
+    def add(self, layer: nn.Module, a: Tensor) -> None:
+        """Add a call: ``a [n, ..., d_in]`` of a linear layer or ``[n, C_in, *spatial]``."""
+        if self.approx == "reduce":
+            self._sums.append(_input_sum(layer, a))
+        else:
+            self._means.append(input_mean(layer, a))
+
+    def result(self, n: int) -> Tensor:
+        """A, ``[d_in, d_in]``, of the n data that passed."""
+        if self.approx == "reduce":
+            for total, _ in self._sums:
+                _check_datum(len(total), n, self.name)
+            n_positions = sum(count for _, count in self._sums)
+            rows = sum(total for total, _ in self._sums[1:]) + self._sums[0][0]
+            out = rows.new_empty(rows.shape[1], rows.shape[1])
+            add_gram_(out, rows, alpha=1 / (n * n_positions**2), beta=0.0)
+            return mirror_(out)
+        n_rows = sum(count for _, count in self._means)
+        scale = n_rows / n if self.approx == "backpack" else 1.0
+        if len(self._means) == 1:
+            return self._means[0][0] * scale if scale != 1 else self._means[0][0]
+        parts = [scale * count / n_rows * A for A, count in self._means]
+        return sum(parts[1:], parts[0])
+
+
+class OutputGram:
+    """Accumulates the output factor B of one layer over backward vectors.
+
+    Args:
+        layer: The layer.
+        like: A tensor whose device the sums live on, and whose type decides theirs.
+        approx: How positions are summed.
+        name: What the layer is called in errors.
+
+    Example:
+        >>> import torch
+        >>> gram = OutputGram(nn.Linear(1, 1), torch.empty(0), "reduce")
+        >>> gram.add([torch.ones(2, 5, 1)], n=2)
+        >>> gram.result()
+        tensor([[50.]])
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        like: Tensor,
+        approx: KFACApprox = "expand",
+        name: str = "layer",
+    ) -> None:
+        self.layer, self.approx, self.name = layer, approx, name
+        size = 2 * layer.weight.shape[:1]
+        self._sum = like.new_zeros(size, dtype=accumulation_dtype(like.dtype))
+
+    def add(self, gradients: Sequence[Tensor], n: int) -> None:
+        """Add the gradients of one vector, one tensor for each call of the layer, of n data."""
+        if self.approx == "expand":
+            for g in gradients:
+                add_gradient_gram_(self._sum, self.layer, g)
+            return
+        rows = []
+        for g in gradients:
+            _check_datum(len(g), n, self.name)
+            g = g.to(self._sum.dtype)
+            linear = isinstance(self.layer, nn.Linear)
+            g = g if linear else g.movedim(1, -1)  # [n, ..., d_out]
+            rows.append(g.flatten(1, -2).sum(1) if g.ndim > 2 else g)
+        if rows:
+            add_gram_(self._sum, sum(rows[1:], rows[0]))
+
+    def result(self) -> Tensor:
+        """B, ``[d_out, d_out]``."""
+        return mirror_(self._sum)
+
+
+def _input_sum(layer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    """Sum over positions of a layer's input rows, ``[n, d_in]``, and the number of positions."""
+    x = x.to(accumulation_dtype(x.dtype))
+    if isinstance(layer, nn.Linear):
+        rows = x.reshape(len(x), -1, x.shape[-1])
+        return rows.sum(1), rows.shape[1]
+    x, pads = conv_image(layer, x)
+    windows = conv_windows(layer, F.pad(x, last_first(pads)) if any(map(any, pads)) else x)
+    d = len(layer.kernel_size)
+    total = windows.sum(dim=tuple(range(1, 1 + d))).flatten(1)
+    return total, prod(windows.shape[1 : 1 + d])
+
+
+def _check_datum(rows: int, n: int, name: str) -> None:
+    """Raise unless a layer's first dimension runs over the data."""
+    if rows != n:
+        raise ValueError(
+            f"Expected '{name}' to see its {n} data along the first dimension, because "
+            "kfac_approx='reduce' and 'backpack' sum the positions of each datum; got a first "
+            f"dimension of {rows} (data merged with positions, or positions first). Remedy: "
+            "kfac_approx='expand', or reshape inside the model."
+        )

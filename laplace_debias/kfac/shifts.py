@@ -24,9 +24,9 @@ from math import prod
 
 from torch import Tensor
 
-__all__ = ["Shift", "n_positions", "saves_work", "shifted_gram", "shifts"]
+from laplace_debias.network.unfold import Segment, n_positions
 
-Segment = tuple[int, int]
+__all__ = ["Shift", "saves_work", "shifted_gram", "shifts"]
 
 # Measured on a CPU: with fewer rows times squared channels, calls cost more than they save ...
 _MIN_WORK = 2**20
@@ -53,26 +53,6 @@ class Shift:
     shift: int
     pieces: tuple[Segment | None, ...]
     boxes: dict[int, range]
-
-
-def n_positions(size: int, k: int, dilation: int, pad: Segment, stride: int) -> int:
-    """Number of positions of a kernel along one dimension.
-
-    Args:
-        size: Length of the image.
-        k: Length of the kernel.
-        dilation: Its dilation.
-        pad: Zeros before and after the image.
-        stride: The kernel's stride.
-
-    Returns:
-        Length of the convolution's output.
-
-    Example:
-        >>> n_positions(8, 3, 1, (1, 1), 2)
-        4
-    """
-    return (size + sum(pad) - dilation * (k - 1) - 1) // stride + 1
 
 
 def shifts(size: int, k: int, dilation: int, pad: Segment, stride: int) -> list[Shift]:

@@ -11,25 +11,32 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from laplace.curvature import BackPackGGN, CurvatureInterface
+from laplace.curvature import BackPackGGN, CurvatureInterface, EFInterface
 from laplace.curvature.asdl import AsdlInterface
 from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
+from laplace_debias.data.inputs import Inputs, widen
 from laplace_debias.data.reading import check_targets
 from laplace_debias.kfac.backend import HookGGN, HookInterface
-from laplace_debias.kfac.factors import Block, DataFactors
+from laplace_debias.kfac.engine import FitCost
+from laplace_debias.kfac.factors import Block, Factors
+from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.ownership import KFAC_TYPES, kfac_layers
 from laplace_debias.network.preserve import preserved
+from laplace_debias.network.recorder import Recorder
+from laplace_debias.network.upstream import last_layer_name
 
-__all__ = ["choose_backend", "computing_model", "factor_function", "supported_types"]
+__all__ = ["BackendEngine", "choose_backend", "computing_model", "supported_types"]
 
-FactorFunction = Callable[[Any, Tensor], DataFactors]
+LEFTOVERS = {"fisher", "_backpack_extend"}
+"""Attributes that ASDL and BackPACK leave on modules, and for which they refuse each other's."""
 
 
 def supported_types(backend: type[CurvatureInterface]) -> tuple[type[nn.Module], ...]:
@@ -89,17 +96,11 @@ def choose_backend(
     return backend
 
 
-@contextmanager
-def factor_function(
-    backend: type[CurvatureInterface],
-    model: nn.Module,
-    likelihood: str,
-    *,
-    last_layer: bool = False,
-    backend_kwargs: dict[str, Any] | None = None,
-    kron_kwargs: dict[str, Any] | None = None,
-) -> Iterator[FactorFunction]:
-    """Make a function that turns a mini-batch into Kronecker factors; the model is left as it was.
+class BackendEngine:
+    """One of laplace-torch's backends, behind the interface of this package's engine.
+
+    The model is changed while it computes (whole layers become trainable, hooks and attributes
+    are left behind): use it inside :func:`computing_model`.
 
     Args:
         backend: A backend class of laplace-torch.
@@ -109,53 +110,110 @@ def factor_function(
         backend_kwargs: For the backend's constructor.
         kron_kwargs: For the backend's ``kron``.
 
-    Yields:
-        ``f(X, y)``, which checks the targets against the model's outputs and returns the
-        :class:`~laplace_debias.kfac.factors.DataFactors` of these m data.
-
     Example:
+        >>> from laplace.curvature import AsdlGGN
         >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        >>> with factor_function(HookGGN, net, "classification") as factors_of:
-        ...     factors = factors_of(torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1]))
+        >>> with computing_model(net) as (model, _):
+        ...     engine = BackendEngine(AsdlGGN, model, "classification")
+        ...     factors = engine.factors(torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1]))
         >>> [[tuple(factor.shape) for factor in block] for block in factors.blocks]
         [[(4, 4), (3, 3)], [(4, 4)], [(2, 2), (4, 4)], [(2, 2)]]
     """
-    with computing_model(model, last_layer) as (model, cast), warnings.catch_warnings():
-        # ASDL's hooks see all they need, and what it ignores is frozen here
-        warnings.filterwarnings("ignore", message="Using a non-full backward hook")
-        warnings.filterwarnings("ignore", message="BatchNorm unsupported for Kron")
+
+    def __init__(
+        self,
+        backend: type[CurvatureInterface],
+        model: nn.Module,
+        likelihood: str,
+        *,
+        last_layer: bool = False,
+        backend_kwargs: dict[str, Any] | None = None,
+        kron_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self.model, self.likelihood = model, likelihood_name(likelihood)
+        self.cost, self._kron_kwargs = FitCost(), kron_kwargs or {}
         root = model.last_layer if last_layer else model
-        wanted = [name for name, p in root.named_parameters() if p.requires_grad or last_layer]
-        layers = {"": root} if last_layer else kfac_layers(root, supported_types(backend))
-        computed = wanted
-        if last_layer or not issubclass(backend, HookInterface):
-            for layer in layers.values():  # the others know whole layers only
-                layer.requires_grad_(True)
-            computed = [
-                f"{prefix}.{name}".lstrip(".")
-                for prefix, layer in layers.items()
-                for name, _ in layer.named_parameters(recurse=False)
+        self.names = tuple(
+            name for name, p in root.named_parameters() if p.requires_grad or last_layer
+        )
+        self._layers = {"": root} if last_layer else kfac_layers(root, supported_types(backend))
+        for layer in self._layers.values():  # the backends know whole layers only
+            layer.requires_grad_(True)
+        self._computed = [
+            f"{prefix}.{name}".lstrip(".")
+            for prefix, layer in self._layers.items()
+            for name, _ in layer.named_parameters(recurse=False)
+        ]
+        self._backend = backend(model, self.likelihood, **(backend_kwargs or {}))
+        self._asdl = issubclass(backend, AsdlInterface)
+
+    def factors(self, X: Inputs, y: Tensor) -> Factors:
+        """Factors of one mini-batch.
+
+        Args:
+            X: Inputs of n data.
+            y: Their targets.
+
+        Returns:
+            The factors; passes are counted as the backends make them, one forward pass and, for the
+            exact GGN, one backward pass per output.
+
+        Raises:
+            ValueError: If targets do not fit, a layer is never called, or blocks are missing.
+        """
+        n = len(y)
+        recorder = Recorder([self.model, *self._layers.values()], edges=False)
+        with self.cost.stage("passes"), warnings.catch_warnings():
+            # ASDL's hooks see all they need, and what it ignores is frozen here
+            warnings.filterwarnings("ignore", message="Using a non-full backward hook")
+            warnings.filterwarnings("ignore", message="BatchNorm unsupported for Kron")
+            try:
+                with recorder.recording():
+                    loss, kron = self._backend.kron(X, y, N=n, **self._kron_kwargs)
+            except Exception:
+                self._check(recorder, y)  # a better message, if the targets are to blame
+                raise
+            C = self._check(recorder, y)
+        if len(kron.kfacs) != len(self._computed):
+            raise ValueError(
+                f"Expected {type(self._backend).__name__} to return one block for each of "
+                f"{self._computed}, got {len(kron.kfacs)} blocks. Remedy: use another backend, "
+                "e.g. `backend=CurvlinopsGGN`."
+            )
+        blocks = dict(zip(self._computed, kron.kfacs, strict=True))
+        if self._asdl:
+            _to_convention(blocks, self._positions(recorder, n), n)
+        n_vectors = 1 if isinstance(self._backend, EFInterface) or self._backend.stochastic else C
+        self.cost.forward += n
+        self.cost.backward += n * n_vectors
+        kept = [[factor.detach() for factor in blocks[name]] for name in self.names]
+        factors = Factors.from_blocks(self.names, kept, n, C, loss.detach())
+        return replace(factors, forward=n, backward=n * n_vectors)
+
+    def _check(self, recorder: Recorder, y: Tensor) -> int:
+        """Check outputs, targets and that every layer was called; return the number of outputs."""
+        calls = recorder.calls[self.model]
+        if not calls:
+            return 0
+        check_targets(y, calls[0].shape, self.likelihood)
+        silent = [name for name, layer in self._layers.items() if not recorder.calls[layer]]
+        if silent:
+            raise ValueError(
+                "Expected the forward pass to call every trainable layer, got none for "
+                f"{', '.join(map(repr, silent))}. Remedy: freeze what is not used, e.g. "
+                f"`model.get_submodule({silent[0]!r}).requires_grad_(False)`."
+            )
+        return calls[0].shape[-1]
+
+    def _positions(self, recorder: Recorder, n: int) -> dict[str, list[float]]:
+        """Positions per datum in each call of each layer."""
+        return {
+            name: [
+                call.shape[:-1].numel() / n if isinstance(layer, nn.Linear) else 1.0
+                for call in recorder.calls[layer]
             ]
-        engine = backend(model, likelihood, **(backend_kwargs or {}))
-
-        def factors_of(X: Any, y: Tensor) -> DataFactors:
-            X, y = cast(X), cast(y)
-            shape, positions = _probe(model, layers, X, len(y))
-            check_targets(y, shape, likelihood)
-            loss, kron = engine.kron(X, y, N=len(y), **(kron_kwargs or {}))
-            if len(kron.kfacs) != len(computed):
-                raise ValueError(
-                    f"Expected {backend.__name__} to return one block for each of {computed}, got "
-                    f"{len(kron.kfacs)} blocks. Remedy: use another backend, e.g. "
-                    "`backend=CurvlinopsGGN`."
-                )
-            blocks = dict(zip(computed, kron.kfacs, strict=True))
-            if issubclass(backend, AsdlInterface):
-                _to_convention(blocks, positions, len(y))
-            kept = [[factor.detach() for factor in blocks[name]] for name in wanted]
-            return DataFactors(kept, len(y), loss.detach(), shape[-1])
-
-        yield factors_of
+            for name, layer in self._layers.items()
+        }
 
 
 @contextmanager
@@ -182,48 +240,15 @@ def computing_model(
     half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
     if half:
         model = _float32_copy(model, last_layer)
-    with preserved(model):
-        model.eval()
-        yield model, (_to_float32 if half else lambda value: value)
-
-
-@torch.no_grad()
-def _probe(
-    model: nn.Module, layers: dict[str, nn.Module], X: Any, n: int
-) -> tuple[torch.Size, dict[str, list[float]]]:
-    """Output shape, and positions per datum in each call of each layer, from the first datum.
-
-    Mappings cannot be sliced, so there all n data pass. A layer that is never called is an error.
-    """
-    seen: dict[str, list[float]] = {name: [] for name in layers}
-    n_probe = 1 if isinstance(X, Tensor) else n
-
-    def record(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> None:
-            rows = inputs[0].shape[:-1].numel() if isinstance(module, nn.Linear) else n_probe
-            seen[name].append(rows / n_probe)
-
-        return hook
-
-    handles = [layer.register_forward_hook(record(name)) for name, layer in layers.items()]
+    before = [(module, set(vars(module))) for module in model.modules()]
     try:
-        f = model(X[:1] if isinstance(X, Tensor) else X)
+        with preserved(model):
+            model.eval()
+            yield model, (widen if half else lambda value: value)
     finally:
-        for handle in handles:
-            handle.remove()
-    if not isinstance(f, Tensor):
-        raise ValueError(
-            f"Expected the model to return a tensor of outputs, got {type(f).__name__}. Remedy: "
-            "wrap it in a module that returns the outputs alone."
-        )
-    silent = [name for name, calls in seen.items() if not calls]
-    if silent:
-        raise ValueError(
-            "Expected the forward pass to call every trainable layer, got none for "
-            f"{', '.join(map(repr, silent))}. Remedy: freeze what is not used, e.g. "
-            f"`model.get_submodule({silent[0]!r}).requires_grad_(False)`."
-        )
-    return f.shape, seen
+        for module, names in before:
+            for name in LEFTOVERS & (set(vars(module)) - names):
+                delattr(module, name)
 
 
 def _to_convention(blocks: dict[str, Block], positions: dict[str, list[float]], n: int) -> None:
@@ -244,22 +269,10 @@ def _float32_copy(model: nn.Module, last_layer: bool) -> nn.Module:
     if not last_layer:
         return copy.deepcopy(model).float()
     inner = copy.deepcopy(model.model).float()
-    inner.get_submodule(model._last_layer_name)._forward_hooks.clear()
+    inner.get_submodule(last_layer_name(model))._forward_hooks.clear()
     return FeatureExtractor(
         inner,
-        last_layer_name=model._last_layer_name,
+        last_layer_name=last_layer_name(model),
         enable_backprop=model.enable_backprop,
         feature_reduction=model.feature_reduction,
     )
-
-
-def _to_float32(value: Any) -> Any:
-    """Cast half-precision tensors, also inside a mapping."""
-    if isinstance(value, MutableMapping):
-        cast = copy.copy(value)
-        for key in value:
-            cast[key] = _to_float32(value[key])
-        return cast
-    if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
-        return value.float()
-    return value

@@ -6,41 +6,57 @@ Regression is half the squared error, with the Hessian `I`.
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from laplace_debias.kfac.grams import accumulation_dtype
+from laplace_debias.data.inputs import accumulation_dtype
+
+__all__ = [
+    "FISHERS",
+    "Fisher",
+    "Likelihood",
+    "backward_vectors",
+    "curvature_scores",
+    "likelihood_name",
+    "loss_sum",
+    "mean_loss_hessian",
+    "sampled_hessian_root",
+    "softmax_hessian_root",
+]
 
 Likelihood = Literal["classification", "regression"]
+"""The likelihoods whose curvature this library knows."""
+Fisher = Literal["exact", "mc", "empirical"]
+"""Which backward vectors make the output factors, see :func:`backward_vectors`."""
+FISHERS: tuple[Fisher, ...] = ("exact", "mc", "empirical")
 
 
-def likelihood_of(value: str) -> Likelihood:
-    """Turn laplace-torch's enum, or a string, into the likelihood's name.
+def likelihood_name(likelihood: Any) -> Likelihood:
+    """The name of a likelihood, from a string or laplace-torch's enum.
 
     Args:
-        value: laplace-torch's ``Likelihood``, or its value.
+        likelihood: ``"classification"``, ``"regression"``, or an enum member of that value.
 
     Returns:
-        ``"classification"`` or ``"regression"``.
+        The name.
 
     Raises:
-        ValueError: For any other.
+        ValueError: For any other likelihood.
 
     Example:
-        >>> from laplace.utils.enums import Likelihood as Upstream
-        >>> likelihood_of(Upstream.REGRESSION)
+        >>> likelihood_name("regression")
         'regression'
     """
-    name = getattr(value, "value", value)
-    if name not in ("classification", "regression"):
-        raise ValueError(
-            f"Expected the likelihood 'classification' or 'regression', got {name!r}. Remedy: "
-            "pass one of them; other likelihoods are laplace-torch's alone."
-        )
-    return cast(Likelihood, name)
+    name = getattr(likelihood, "value", likelihood)
+    if name == "classification" or name == "regression":
+        return name
+    raise ValueError(
+        f"Expected likelihood 'classification' or 'regression', got {likelihood!r}. Remedy: use "
+        "`debias=False` for other likelihoods."
+    )
 
 
 def softmax_hessian_root(logits: Tensor) -> Tensor:
@@ -135,45 +151,76 @@ def mean_loss_hessian(outputs: Tensor, likelihood: str) -> Tensor:
     return torch.diag(p.mean(0)) - p.T @ p / len(p)
 
 
-def loss_root(
+def backward_vectors(
     f: Tensor,
     y: Tensor | None,
     likelihood: str,
-    fisher: str,
+    fisher: Fisher = "exact",
     generator: torch.Generator | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """Vectors whose propagation back through the network gives the rows of B.
+    r"""Vectors V whose propagation back through the network gives the rows of every output factor.
+
+    With :math:`v_{nk}` the k-th vector of datum n, an output factor is the sum over n and k of
+    :math:`g g^\top`, :math:`g = (\partial f_n / \partial s_n)^\top v_{nk}`. Every flavour of
+    curvature is a choice of V.
 
     Args:
-        f: Network outputs `[n, C]`.
-        y: Targets, needed for `fisher="ef"` only.
-        likelihood: `"classification"` or `"regression"`.
-        fisher: `"ggn"`: a root of the loss Hessian. `"mc"`: a random vector with that second
-            moment. `"ef"`: the gradient of the loss, at laplace-torch's scale.
-        generator: Source of randomness for `fisher="mc"`.
+        f: Network outputs ``[n, C]``, detached.
+        y: Targets, needed for ``fisher="empirical"`` only.
+        likelihood: ``"classification"`` or ``"regression"``.
+        fisher: ``"exact"``: the columns of a root of the loss Hessian, C - 1 for the softmax and C
+            for regression. ``"mc"``: one random vector with that second moment.
+            ``"empirical"``: the gradient of the loss, at laplace-torch's scale.
+        generator: Source of randomness for ``fisher="mc"``.
+        weights: Non-negative weight ``[n]`` of each datum, whose root multiplies its vectors.
 
     Returns:
-        Vectors `[n, C, columns]`, in at least single precision.
+        V, ``[k, n, C]``, in the type of ``f``.
 
     Raises:
-        ValueError: If `fisher="ef"` comes without targets.
+        ValueError: If ``fisher`` is unknown, needs targets that are missing, or weights do not fit.
 
     Example:
-        >>> loss_root(torch.zeros(4, 3), None, "classification", "ggn").shape
-        torch.Size([4, 3, 2])
+        >>> backward_vectors(torch.zeros(4, 3), None, "classification").shape
+        torch.Size([2, 4, 3])
     """
-    f = f.to(accumulation_dtype(f.dtype))
+    if fisher not in FISHERS:
+        raise ValueError(
+            f"Expected `fisher` in {FISHERS}, got {fisher!r}. Remedy: pass one of them."
+        )
+    wide = f.to(accumulation_dtype(f.dtype))
     if fisher == "mc":
-        return sampled_hessian_root(f, likelihood, generator)
-    if fisher == "ggn":
+        root = sampled_hessian_root(wide, likelihood, generator)
+    elif fisher == "exact":
         if likelihood == "classification":
-            return softmax_hessian_root(f)
-        return torch.eye(f.shape[1], dtype=f.dtype, device=f.device).expand(len(f), -1, -1)
-    if y is None:
-        raise ValueError("Expected targets for fisher='ef', got None; pass `y`.")
-    if likelihood == "classification":
-        return (f.softmax(-1) - F.one_hot(y, f.shape[1]))[:, :, None]
-    return (2**0.5 * (f - y))[:, :, None]  # laplace-torch: half of (2 r) (2 r)^T
+            root = softmax_hessian_root(wide)
+        else:
+            root = torch.eye(f.shape[1], dtype=wide.dtype, device=f.device).expand(len(f), -1, -1)
+    elif y is None:
+        raise ValueError("Expected targets for the empirical Fisher, got None. Remedy: pass `y`.")
+    elif likelihood == "classification":
+        root = (wide.softmax(-1) - F.one_hot(y, f.shape[1]))[:, :, None]
+    else:
+        root = (2**0.5 * (wide - y))[:, :, None]  # laplace-torch: half of (2 r) (2 r)^T
+    if weights is not None:
+        root = root * _checked_weights(weights, len(f)).to(root).sqrt()[:, None, None]
+    return root.permute(2, 0, 1).to(f.dtype)
+
+
+def _checked_weights(weights: Tensor, n: int) -> Tensor:
+    """One finite, non-negative weight per datum."""
+    if weights.shape != (n,):
+        raise ValueError(
+            f"Expected weights of shape [{n}], got {list(weights.shape)}. Remedy: pass one per "
+            "datum."
+        )
+    if not bool(torch.isfinite(weights).all() & (weights >= 0).all()):
+        raise ValueError(
+            "Expected finite, non-negative weights, got a negative or non-finite one. Remedy: "
+            "check the scores they were made from."
+        )
+    return weights
 
 
 def loss_sum(f: Tensor, y: Tensor, likelihood: str, weights: Tensor | None = None) -> Tensor:
@@ -198,3 +245,32 @@ def loss_sum(f: Tensor, y: Tensor, likelihood: str, weights: Tensor | None = Non
     else:
         losses = 0.5 * (f - y).square().sum(1)
     return losses.sum() if weights is None else losses @ weights.to(losses)
+
+
+def curvature_scores(outputs: Tensor, likelihood: str = "classification") -> Tensor:
+    """Trace of each datum's output Hessian.
+
+    Args:
+        outputs: Network outputs `[n, C]`.
+        likelihood: `"classification"` gives `1 - sum_c p_c^2`; `"regression"`, where the Hessian
+            is constant, gives the same score to all data, so that they are drawn uniformly.
+
+    Returns:
+        Scores `[n]` in float64.
+
+    Raises:
+        ValueError: For an unknown likelihood.
+
+    Example:
+        >>> curvature_scores(torch.tensor([[0.0, 0.0], [9.0, -9.0]])).round(decimals=4)
+        tensor([0.5000, 0.0000], dtype=torch.float64)
+    """
+    if likelihood == "regression":
+        return torch.ones(len(outputs), dtype=torch.float64, device=outputs.device)
+    if likelihood != "classification":
+        raise ValueError(
+            f"Expected likelihood 'classification' or 'regression', got {likelihood!r}; pass "
+            f"scores of your own for others."
+        )
+    log_p = outputs.double().log_softmax(-1)
+    return -(log_p.exp() * log_p.expm1()).sum(-1)  # sum_c p_c (1 - p_c) without cancellation

@@ -1,16 +1,142 @@
-"""Which parameters a Kronecker-factored curvature can represent, and how to freeze the others."""
+"""Which layer owns which parameter, which of them K-FAC can represent, how to freeze the others."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from laplace_debias.kfac.grams import SUPPORTED_LAYERS
+__all__ = [
+    "CONVOLUTIONS",
+    "KFAC_TYPES",
+    "OwnedParameter",
+    "check_supported",
+    "freeze_unsupported",
+    "is_ordinary",
+    "kfac_layers",
+    "owned_parameters",
+    "owners",
+    "unsupported_parameters",
+]
 
-__all__ = ["check_supported", "freeze_unsupported", "kfac_layers", "unsupported_parameters"]
-
-KFAC_TYPES: tuple[type[nn.Module], ...] = SUPPORTED_LAYERS
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+KFAC_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS)
 """Layers whose weight and bias have a Kronecker-factored curvature in the default backend."""
+
+
+class OwnedParameter(NamedTuple):
+    """A parameter and the layers it belongs to.
+
+    Attributes:
+        name: Its name in the model.
+        role: ``"weight"`` or ``"bias"``.
+        layers: The layers that hold it; more than one if they share it.
+    """
+
+    name: str
+    role: str
+    layers: tuple[nn.Module, ...]
+
+
+def owners(
+    model: nn.Module, params: Iterable[nn.Parameter]
+) -> dict[int, list[tuple[nn.Module, str]]]:
+    """The modules that hold each parameter, and its name there.
+
+    Args:
+        model: The network.
+        params: The parameters to look for.
+
+    Returns:
+        Pairs of module and name, by the ``id`` of the parameter.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> [name for _, name in owners(net, [net.bias])[id(net.bias)]]
+        ['bias']
+    """
+    wanted = {id(p) for p in params}
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(p) in wanted:
+                found.setdefault(id(p), []).append((module, name))
+    return found
+
+
+def owned_parameters(
+    model: nn.Module, params: Iterable[nn.Parameter] | None = None
+) -> list[OwnedParameter]:
+    """Which layers own each parameter, and as what.
+
+    Args:
+        model: The network.
+        params: Parameters to look up; by default all that require a gradient.
+
+    Returns:
+        The parameters in the order of ``model.parameters()``.
+
+    Raises:
+        ValueError: If there is no parameter, or K-FAC cannot represent one.
+
+    Example:
+        >>> [(p.name, p.role) for p in owned_parameters(nn.Linear(2, 1))]
+        [('weight', 'weight'), ('bias', 'bias')]
+    """
+    wanted = None if params is None else {id(p) for p in params}
+    chosen = [
+        (name, p)
+        for name, p in model.named_parameters()
+        if (p.requires_grad if wanted is None else id(p) in wanted)
+    ]
+    if not chosen:
+        raise ValueError(
+            "Expected a model with at least one parameter that requires a gradient, got none. "
+            "Remedy: unfreeze the layers of interest with `requires_grad_(True)`."
+        )
+    holders = owners(model, (p for _, p in chosen))
+    owned, unsupported = [], []
+    for name, p in chosen:
+        roles = {role for _, role in holders[id(p)]}
+        layers = tuple(module for module, _ in holders[id(p)])
+        if len(roles) > 1 or not all(isinstance(layer, KFAC_TYPES) for layer in layers):
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+            unsupported.append((name, kinds))
+        owned.append(OwnedParameter(name, roles.pop(), layers))
+    if unsupported:
+        found = ", ".join(f"{name} ({kinds})" for name, kinds in unsupported)
+        remedy = "; ".join(
+            f'model.get_parameter("{name}").requires_grad_(False)' for name, _ in unsupported
+        )
+        raise ValueError(
+            "Expected every parameter that requires a gradient to belong to a Linear, Conv1d, "
+            f"Conv2d or Conv3d layer, got {found}. Remedy: freeze what K-FAC cannot represent: "
+            f"{remedy}"
+        )
+    return owned
+
+
+def is_ordinary(module: nn.Module) -> bool:
+    """Whether a module computes what ``nn.Linear`` or ``nn.Conv2d`` does, and no more.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        False for other layers, and for subclasses and instances with a ``forward`` of their own.
+
+    Example:
+        >>> is_ordinary(nn.Linear(2, 1)), is_ordinary(nn.Tanh())
+        (True, False)
+    """
+    if "forward" in vars(module):
+        return False
+    cls = type(module)
+    if isinstance(module, nn.Conv2d):
+        return cls.forward is nn.Conv2d.forward and cls._conv_forward is nn.Conv2d._conv_forward
+    return isinstance(module, nn.Linear) and cls.forward is nn.Linear.forward
 
 
 def kfac_layers(

@@ -1,69 +1,58 @@
-"""What the debiased posteriors share: fitting on roles, diagnosis, saving.
+"""What both debiased posteriors are: fitting by any method, predicting, tuning, diagnosis, saving.
 
-The maths is in :mod:`laplace_debias.kfac.factors` and :mod:`laplace_debias.debias.fitting`; this
-wires it to laplace-torch.
+The maths is in :mod:`laplace_debias.debias` and :mod:`laplace_debias.predictive`; this wires it to
+laplace-torch.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from laplace.baselaplace import KronLaplace
+from laplace.lllaplace import LLLaplace
 from laplace.utils import Kron
-from torch import Tensor
-from torch.nn.utils import parameters_to_vector
+from laplace.utils.enums import TuningMethod
+from torch import Tensor, nn
 
-from laplace_debias.data.reading import role_batches, training_size, unpack
+from laplace_debias.data.inputs import Inputs
+from laplace_debias.data.roles import TrainingData, training_size
 from laplace_debias.debias.bias import CurvatureBias, curvature_bias
-from laplace_debias.debias.fitting import (
-    Fitted,
-    accumulate_roles,
-    check_seen,
-    fit_factors,
-    scaled_loss,
+from laplace_debias.debias.crossfit import fit_crossfit
+from laplace_debias.debias.options import CROSSFIT, SINGLE, TWO_BATCH, CrossfitOptions, debias_mode
+from laplace_debias.debias.spectrum import FitResult, rebuild
+from laplace_debias.debias.two_batch import FactorEngine, fit_single, fit_two_batch
+from laplace_debias.evaluation.grid_search import Loss, gridsearch_prior_precision
+from laplace_debias.kfac.backend import HookInterface
+from laplace_debias.kfac.engine import Engine, FitCost
+from laplace_debias.kfac.upstream import (
+    BackendEngine,
+    choose_backend,
+    computing_model,
+    supported_types,
 )
-from laplace_debias.kfac.factors import rebuild
-from laplace_debias.kfac.upstream import factor_function
-from laplace_debias.posterior.crossfitting import CrossFitting
-from laplace_debias.posterior.predicting import Predicting
+from laplace_debias.network.loss import likelihood_name
+from laplace_debias.network.ownership import check_supported
+from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.upstream import (
+    PrivateProtocol,
+    backend_of,
+    device_of,
+    dtype_of,
+    is_last_layer,
+    posterior_params,
+    unchecked_prior,
+)
 from laplace_debias.posterior.state import load_state, save_state
-from laplace_debias.posterior.structured_glm import StructuredGLM
-from laplace_debias.posterior.tuning import Tuning
+from laplace_debias.predictive.links import mean_log_probabilities
+from laplace_debias.predictive.network_samples import network_samples
+from laplace_debias.predictive.predictions import Prediction, glm_predictions
+from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
 
-__all__ = ["DebiasedPosterior", "debias_mode"]
-
-TWO_BATCH, SINGLE, CROSSFIT = "two-batch", "single", "crossfit"
-
-
-def debias_mode(debias: bool | str) -> str:
-    """The name of a debiasing method.
-
-    Args:
-        debias: ``True`` or ``"two-batch"``, ``"crossfit"``, or ``"single"``.
-
-    Returns:
-        ``"two-batch"``, ``"crossfit"`` or ``"single"``.
-
-    Raises:
-        ValueError: For anything else.
-
-    Example:
-        >>> debias_mode(True)
-        'two-batch'
-    """
-    if debias is True:
-        return TWO_BATCH
-    if isinstance(debias, str) and debias in (TWO_BATCH, SINGLE, CROSSFIT):
-        return debias
-    raise ValueError(
-        "Expected `debias` to be True or 'two-batch' (directions from one mini-batch, curvatures "
-        "from another), 'crossfit' (directions from all data drawn, curvatures from folds that "
-        "did not choose them), 'single' (one mini-batch for both, biased) or False "
-        f"(laplace-torch's own class), got {debias!r}. Remedy: `Laplace(model, ..., debias=True)`."
-    )
+__all__ = ["DebiasedPosterior", "check_prior_precision"]
 
 
 def check_prior_precision(value: float | Tensor) -> None:
@@ -85,10 +74,70 @@ def check_prior_precision(value: float | Tensor) -> None:
         )
 
 
-class DebiasedPosterior(CrossFitting, Predicting, Tuning, StructuredGLM):
-    """What both debiased classes share; comes before laplace-torch's class in the bases."""
+class DebiasedPosterior(PrivateProtocol):
+    """What both debiased classes share; comes before laplace-torch's class in the bases.
 
-    _fitted: Fitted | None = None
+    Attributes:
+        debias: ``"two-batch"``, ``"crossfit"`` or ``"single"``.
+        crossfit: What ``debias="crossfit"`` fits on.
+        fit_cost: Passes and seconds of the last fit.
+        predictive_method: How ``la(x)`` gets its moments: ``"exact"``, ``"samples"`` (of the
+            weights, through the linearised network: for very many outputs), or ``"auto"``.
+        memory_budget: Bytes that a prediction should stay within.
+    """
+
+    debias: str
+    crossfit: CrossfitOptions | None = None
+    fit_cost: FitCost | None = None
+    predictive_method: str = "exact"
+    memory_budget: int = DEFAULT_MEMORY_BUDGET
+    _fitted: FitResult | None = None
+    _kept: tuple[Any, StructuredPredictor] | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str,
+        *args: Any,
+        debias: bool | str = True,
+        backend: type | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.debias = debias_mode(debias)
+        given = {name: kwargs.pop(name) for name in CrossfitOptions.names() if name in kwargs}
+        if given and self.debias != CROSSFIT:
+            raise ValueError(
+                f"Expected {', '.join(map(repr, given))} with debias='crossfit' only, got "
+                f"debias={self.debias!r}. Remedy: `Laplace(model, ..., debias='crossfit', ...)`."
+            )
+        if self.debias == CROSSFIT:
+            self.crossfit = CrossfitOptions(**given)
+            if backend is not None and not issubclass(backend, HookInterface):
+                raise ValueError(
+                    "Expected the backend HookGGN or HookEF with debias='crossfit', which weights "
+                    f"each datum, got {backend.__name__}. Remedy: leave `backend` out."
+                )
+        likelihood_name(likelihood)
+        if kwargs.get("damping"):
+            warnings.warn(
+                "`damping=True` has no effect: laplace-torch drops it when it adds the prior.",
+                stacklevel=3,
+            )
+        # laplace-torch writes into this dictionary
+        kwargs["backend_kwargs"] = dict(kwargs.get("backend_kwargs") or {})
+        # convolutions in the features are no concern of a last layer's factors
+        all_layers = not issubclass(type(self), LLLaplace)
+        backend = choose_backend(backend, model if all_layers else nn.Identity())
+        if all_layers:
+            check_supported(model, supported_types(backend))
+        super().__init__(model, likelihood, *args, backend=backend, **kwargs)
+        check_prior_precision(unchecked_prior(self)[0])  # unchecked while the last layer is unknown
+        for name in ("sigma_noise", "temperature"):
+            value = float(getattr(self, name))
+            if not 0 < value < float("inf"):
+                raise ValueError(
+                    f"Expected a positive, finite `{name}`, got {value}. Remedy: pass e.g. 1.0."
+                )
 
     def fit(
         self,
@@ -116,7 +165,8 @@ class DebiasedPosterior(CrossFitting, Predicting, Tuning, StructuredGLM):
         enters ``log_marginal_likelihood`` is scaled in the same way.
 
         The model is left as it was (laplace-torch's attribute ``output_size`` is set on it); if
-        anything raises, this object is left as it was, too.
+        anything raises, this object is left as it was, too. Afterwards ``fit_cost`` tells the
+        passes and seconds spent.
 
         Args:
             train_loader: A loader of mini-batches ``(X, y)`` or mappings, any iterable of them, or
@@ -136,47 +186,102 @@ class DebiasedPosterior(CrossFitting, Predicting, Tuning, StructuredGLM):
                 f"Expected no `curvature_loader` with debias={self.debias!r}, which takes all data "
                 "from `train_loader`; got one. Remedy: use debias=True."
             )
-        N = training_size(train_loader, curvature_loader, n_data)
-        if self.debias == CROSSFIT:
-            self._fit_crossfit(train_loader, N, override, progress_bar)
-            return
-        batches = role_batches(train_loader, curvature_loader, self.debias == TWO_BATCH)
-        first = next(batches)
-        self._prepare(first[1], override)
-        past = None if override or self._fitted is None else (self._fitted, self.n_data)
-
-        with factor_function(
-            self._backend_cls,
-            self.model,
-            self._likelihood,
-            last_layer=self._last_layer,
-            backend_kwargs={
-                "dict_key_x": self.dict_key_x,
-                "dict_key_y": self.dict_key_y,
-                **self._backend_kwargs,
-            },
-            kron_kwargs=self._asdl_fisher_kwargs,
-        ) as factors_of:
-            roles = accumulate_roles(
-                itertools.chain([first], batches),
-                lambda batch: factors_of(*unpack(batch, self._device, self.dict_key_y)),
-                progress_bar,
+        if not override and self.debias == CROSSFIT:
+            raise ValueError(
+                "Expected `override=True` with debias='crossfit', whose folds are gone after a "
+                "fit; got False. Remedy: fit on all data at once, or use debias=True."
             )
-        check_seen(N, roles, disjoint=curvature_loader is None)
-        fitted = fit_factors(roles, N, self.parameter_names, past)
-        loss = scaled_loss(roles, N)
-        if past is not None:
-            loss, N = loss + self.loss, N + self.n_data
-        self._finish(fitted, loss, N, next(iter(roles.values())).n_outputs)
+        N = training_size(train_loader, curvature_loader, n_data)
+        train_loader = self._prepare(train_loader, override)
+        past = None if override else self._fitted
+        with torch.inference_mode(False), self._engine() as (engine, cast):
+            data = TrainingData(
+                train_loader,
+                curvature_loader,
+                N,
+                device_of(self),
+                self.dict_key_x,
+                self.dict_key_y,
+                cast,
+            )
+            if self.debias == CROSSFIT:
+                fitted = fit_crossfit(engine, data, self.crossfit, progress_bar=progress_bar)
+            else:
+                method = fit_two_batch if self.debias == TWO_BATCH else fit_single
+                fitted = method(engine, data, past=past, progress_bar=progress_bar)
+        self.take_over(fitted)
+        self.fit_cost = engine.cost
 
-    def _finish(self, fitted: Fitted, loss: Tensor, N: int, n_outputs: int) -> None:
-        """Take over a fit whole, after everything that can raise."""
-        self._set_posterior(fitted)
-        self.loss, self.n_data, self.n_outputs = loss.to(self._dtype), N, n_outputs
-        self.model.output_size = n_outputs  # read by laplace-torch's backends
-        self.mean = parameters_to_vector(self._bayesian_parameters())
-        if not self.enable_backprop:
-            self.mean = self.mean.detach()
+    @contextmanager
+    def _engine(self) -> Iterator[tuple[FactorEngine, Callable[[Any], Any]]]:
+        """Our engine or one of laplace-torch's backends, and what casts their inputs."""
+        backend, backend_kwargs, kron_kwargs = backend_of(self)
+        backend_kwargs = {
+            "dict_key_x": self.dict_key_x,
+            "dict_key_y": self.dict_key_y,
+            **backend_kwargs,
+        }
+        last = is_last_layer(self)
+        with computing_model(self.model, last) as (model, cast):
+            if not issubclass(backend, HookInterface):
+                engine = BackendEngine(
+                    backend,
+                    model,
+                    likelihood_name(self.likelihood),
+                    last_layer=last,
+                    backend_kwargs=backend_kwargs,
+                    kron_kwargs=kron_kwargs,
+                )
+            else:
+                if last:
+                    model.last_layer.requires_grad_(True)
+                engine = Engine(
+                    model.last_layer if last else model,
+                    likelihood_name(self.likelihood),
+                    backend(model, self.likelihood, **backend_kwargs).fisher,
+                    generator=None if self.crossfit is None else self.crossfit.generator,
+                    embed=_features_of(model) if last else None,
+                )
+            yield engine, cast
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """Names of the Bayesian parameters, one per block of the posterior."""
+        if is_last_layer(self):
+            return [name for name, _ in self.model.last_layer.named_parameters()]
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return [names[id(p)] for p in self.params]
+
+    def _prepare(self, train_loader: Iterable[Any], override: bool) -> Iterable[Any]:
+        """Learn what has to be known before the first factors; return the loader to read."""
+        return train_loader
+
+    def take_over(self, fitted: FitResult) -> None:
+        """Make a fit the posterior, after everything that can raise.
+
+        Args:
+            fitted: What a method of fitting returned.
+
+        Raises:
+            ValueError: If its eigenvalues do not fit into the model's dtype.
+        """
+        dtype = dtype_of(self)
+        H = fitted.decomposed(dtype, self.damping)
+        for name, block in zip(self.parameter_names, H.eigenvalues, strict=True):
+            if not all(torch.isfinite(values).all() for values in block):
+                raise ValueError(
+                    f"Expected the curvature of '{name}' to fit into {dtype}, got eigenvalues "
+                    "beyond its range. Remedy: use bfloat16 or float32 for the model."
+                )
+        mean = torch.cat([p.reshape(-1) for p in posterior_params(self)])
+        self._fitted, self.H = fitted, H
+        self.mean = mean if self.enable_backprop else mean.detach()
+        self.loss, self.n_data, self.n_outputs = (
+            fitted.loss.to(dtype),
+            fitted.n_data,
+            fitted.n_outputs,
+        )
+        self.model.output_size = fitted.n_outputs  # read by laplace-torch's backends
 
     def curvature_bias(self, fraction: float = 0.1) -> CurvatureBias:
         """How far the directions' data over-estimated their top curvature, per layer.
@@ -194,19 +299,17 @@ class DebiasedPosterior(CrossFitting, Predicting, Tuning, StructuredGLM):
             AttributeError: Before ``fit``.
             ValueError: With ``debias="single"``, where nothing was measured a second time.
         """
-        self._check_H_init()
+        fitted = self._posterior()
         if self.debias == SINGLE:
             raise ValueError(
                 "Expected a debiased fit, got debias='single', which measures every curvature "
                 "once, on the data that chose its direction. Remedy: fit with debias=True."
             )
-        fitted = self._fitted
         return curvature_bias(self.parameter_names, fitted.lam, fitted.lam_tilde, fraction)
 
     def state_dict(self) -> dict[str, Any]:
         """The posterior as tensors, strings and numbers, for ``torch.load(weights_only=True)``."""
-        self._check_H_init()
-        return save_state(self)
+        return save_state(self, self._posterior())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a posterior without fitting.
@@ -217,7 +320,325 @@ class DebiasedPosterior(CrossFitting, Predicting, Tuning, StructuredGLM):
         Raises:
             ValueError: If class, method, likelihood or parameters differ from this object's.
         """
-        load_state(self, state_dict)
+        load_state(self, state_dict, self.take_over)
+
+    def predictor(self) -> StructuredPredictor:
+        """The linearised predictive at the current prior precision, kept between calls.
+
+        It is made anew when the fit, the prior precision, the noise, the temperature, or the
+        parameters (which, where, of which type) have changed; their values are the model's own.
+        """
+        params = posterior_params(self)
+        scales = [self.prior_precision, torch.as_tensor(self.sigma_noise)]
+        key = (
+            [self.H, *scales, *params],
+            [t._version for t in scales],
+            [(p.device, p.dtype, p.shape) for p in params],
+            (float(self.temperature), self.memory_budget, self.enable_backprop),
+        )
+        kept = self._kept  # one read: another thread may swap it
+        if kept is not None and _same(kept[0], key):
+            return kept[1]
+        predictor = StructuredPredictor(self, memory_budget=self.memory_budget)
+        self._kept = (key, predictor)
+        return predictor
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the kept predictor, which copies and pickles make for themselves."""
+        return {name: value for name, value in vars(self).items() if name != "_kept"}
+
+    def __call__(
+        self,
+        x: Inputs,
+        pred_type: str = "glm",
+        joint: bool = False,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        fitting: bool = False,
+        **model_kwargs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Posterior predictive, as laplace-torch's, in evaluation mode and with its ``generator``.
+
+        Args:
+            x: Inputs ``[n, ...]`` or a mapping.
+            pred_type: ``"glm"`` (linearised network) or ``"nn"`` (sampled networks).
+            joint: Regression: whether to return the covariance across data.
+            link_approx: ``"probit"``, ``"mc"``, ``"bridge"`` or ``"bridge_norm"``.
+            n_samples: Number of samples for ``"mc"`` and for ``pred_type="nn"``.
+            diagonal_output: Whether to drop covariances between outputs.
+            generator: Source of every random number drawn in this call.
+            fitting: laplace-torch's switch for reward modelling, without effect here.
+            **model_kwargs: For the network's forward pass with ``pred_type="nn"``.
+
+        Returns:
+            Class probabilities ``[n, C]``, or for regression mean and (co)variance.
+
+        Raises:
+            AttributeError: Before ``fit``.
+            ValueError: For unknown arguments, or a generator on another device.
+        """
+        self.check_fitted()
+        options = (n_samples, diagonal_output, generator)
+        if likelihood_name(self.likelihood) == "classification":
+            return self.log_probabilities(x, pred_type, link_approx, *options, **model_kwargs).exp()
+        pred_type, link_approx = self._checked_options(pred_type, link_approx, generator)
+        if pred_type == "nn":
+            samples = self.network_samples(x, n_samples, generator, **model_kwargs)
+            return samples.mean(0), samples.var(0)
+        if joint:
+            return self.output_moments(x, joint=True)
+        mean, variance = self._glm_prediction(x, link_approx, *options)
+        return mean, variance
+
+    def log_probabilities(
+        self,
+        x: Inputs,
+        pred_type: str = "glm",
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Logarithms of the class probabilities, also of those too small for their dtype.
+
+        The logarithm of ``la(x)`` is minus infinity where a probability underflows; here it is
+        a number. Metrics are computed from it.
+
+        Args:
+            x: Inputs ``[n, ...]`` or a mapping.
+            pred_type: ``"glm"`` (linearised network) or ``"nn"`` (sampled networks).
+            link_approx: ``"probit"``, ``"mc"``, ``"bridge"`` or ``"bridge_norm"``.
+            n_samples: Number of samples for ``"mc"`` and for ``pred_type="nn"``.
+            diagonal_output: Whether to drop covariances between outputs.
+            generator: Source of every random number drawn in this call.
+            **model_kwargs: For the network's forward pass with ``pred_type="nn"``.
+
+        Returns:
+            Log-probabilities ``[n, C]``.
+
+        Raises:
+            AttributeError: Before ``fit``.
+            ValueError: For a regression, unknown arguments, or a generator on another device.
+        """
+        self.check_fitted()
+        if likelihood_name(self.likelihood) == "regression":
+            raise ValueError(
+                "Expected a classification, got a regression, which has no classes. Remedy: "
+                "`la(x)` returns its mean and covariance."
+            )
+        pred_type, link_approx = self._checked_options(pred_type, link_approx, generator)
+        if pred_type == "nn":
+            samples = self.network_samples(x, n_samples, generator, **model_kwargs)
+            return mean_log_probabilities(samples)
+        return self._glm_prediction(x, link_approx, n_samples, diagonal_output, generator)[0]
+
+    def _checked_options(
+        self, pred_type: str, link_approx: str, generator: torch.Generator | None
+    ) -> tuple[str, str]:
+        """Names of the kind of prediction and the link; an error if they do not fit."""
+        pred_type, link_approx = (
+            str(getattr(pred_type, "value", pred_type)),
+            str(getattr(link_approx, "value", link_approx)),
+        )
+        if pred_type not in ("glm", "nn"):
+            raise ValueError(
+                f"Expected pred_type 'glm' or 'nn', got {pred_type!r}. Remedy: pass one of them."
+            )
+        if pred_type == "nn" and link_approx != "mc":
+            raise ValueError(
+                f"Expected link_approx='mc' with pred_type='nn', got {link_approx!r}. Remedy: "
+                "sampled networks know no other link."
+            )
+        if generator is not None and (
+            not isinstance(generator, torch.Generator) or generator.device != device_of(self)
+        ):
+            raise ValueError(
+                f"Expected a torch.Generator on {device_of(self)}, got {generator!r}. Remedy: "
+                "`torch.Generator(device)`."
+            )
+        return pred_type, link_approx
+
+    def _glm_prediction(
+        self,
+        x: Inputs,
+        link_approx: str,
+        n_samples: int,
+        diagonal_output: bool,
+        generator: torch.Generator | None,
+    ) -> Prediction:
+        """``(log-probabilities,)``, or means and (co)variances, of the linearised network."""
+        (prediction,) = glm_predictions(
+            self.predictor(),
+            x,
+            regression=likelihood_name(self.likelihood) == "regression",
+            link_approx=link_approx,
+            n_samples=n_samples,
+            method=self.predictive_method,
+            generator=generator,
+            diagonal_output=diagonal_output,
+        )
+        return prediction
+
+    def output_moments(
+        self, X: Inputs, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Exact means and (co)variances of the linearised network's outputs.
+
+        Args:
+            X: Inputs of n data.
+            joint: Whether to return the covariance across data.
+            diagonal_output: Whether to return variances only.
+
+        Returns:
+            Means ``[n, C]`` and covariances ``[n, C, C]``, or variances ``[n, C]``; with ``joint``
+            means ``[n * C]`` and covariances ``[n * C, n * C]``.
+        """
+        self.check_fitted()
+        result = self.predictor()(X, diagonal_output and not joint, joint)
+        return result.mean.flatten() if joint else result.mean, result.covariance
+
+    def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
+        """Output means and variances ``[n, C]`` (laplace-torch raises for Kron)."""
+        return self.output_moments(X, diagonal_output=True)
+
+    def functional_samples(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Samples of the network's outputs, ``[S, n, C]``; see laplace-torch."""
+        self.check_fitted()
+        return super().functional_samples(*args, **kwargs)
+
+    def predictive_samples(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Samples of the predictive, ``[S, n, C]``; see laplace-torch."""
+        self.check_fitted()
+        return super().predictive_samples(*args, **kwargs)
+
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
+        """Weight samples ``[S, P]`` from the posterior; see laplace-torch."""
+        self.check_fitted()
+        return super().sample(n_samples, generator)
+
+    def network_samples(
+        self,
+        X: Inputs,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Outputs of networks with sampled weights.
+
+        Args:
+            X: Inputs of n data.
+            n_samples: Number S of networks.
+            generator: Source of the samples.
+            **model_kwargs: For the network's forward pass.
+
+        Returns:
+            Outputs ``[S, n, C]``; the model is never written to.
+        """
+        X = X.to(device_of(self)) if isinstance(X, Tensor) else X
+        samples = self.sample(n_samples, generator)
+        with evaluation_mode(self.model):
+            outputs = torch.stack(
+                list(network_samples(self.model, self.parameter_names, samples, X, **model_kwargs))
+            )
+        return outputs if self.enable_backprop else outputs.detach()
+
+    def network_predictions(
+        self,
+        X: Inputs,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """The same as class probabilities, or for regression as they are."""
+        fs = self.network_samples(X, n_samples, generator, **model_kwargs)
+        return fs if likelihood_name(self.likelihood) == "regression" else torch.softmax(fs, dim=-1)
+
+    def optimize_prior_precision(
+        self,
+        pred_type: str = "glm",
+        method: str = "marglik",
+        n_steps: int = 100,
+        lr: float = 1e-1,
+        init_prior_prec: float | torch.Tensor = 1.0,
+        prior_structure: str = "scalar",
+        val_loader: Any = None,
+        loss: Loss | None = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 100,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        verbose: bool = False,
+        progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
+    ) -> None:
+        """Choose the prior precision, as laplace-torch does.
+
+        ``method="gridsearch"`` evaluates all grid points in one pass over the data, each with a
+        fresh metric, never chooses NaN, and leaves the prior precision as it was if anything
+        raises. ``method="marglik"`` is laplace-torch's.
+
+        Args:
+            pred_type: ``"glm"`` or ``"nn"`` (one pass per grid point).
+            method: ``"marglik"`` or ``"gridsearch"``.
+            n_steps: Gradient steps on the marginal likelihood.
+            lr: Learning rate of these steps.
+            init_prior_prec: Where these steps start.
+            prior_structure: ``"scalar"`` or ``"layerwise"``, for the marginal likelihood.
+            val_loader: Validation data for the grid search.
+            loss: A ``torchmetrics.Metric`` or a function; by default the negative log likelihood,
+                for regression that of the Gaussian predictive.
+            log_prior_prec_min: Exponent of the smallest prior precision of the grid.
+            log_prior_prec_max: Exponent of the largest.
+            grid_size: Number of grid points.
+            link_approx: Link approximation of the grid search; use the one you predict with.
+            n_samples: Number of samples, where there are any.
+            verbose: Whether to print the result.
+            progress_bar: Whether to show one.
+            log_prior_prec_base: Base of the exponents.
+
+        Raises:
+            AttributeError: Before ``fit``.
+            ValueError: If there is no validation loader, or an argument is unknown.
+        """
+        self.check_fitted()
+        before = self.prior_precision
+        try:
+            if method == TuningMethod.GRIDSEARCH:
+                result = gridsearch_prior_precision(
+                    self,
+                    val_loader,
+                    pred_type=pred_type,
+                    loss=loss,
+                    log_prior_prec_min=log_prior_prec_min,
+                    log_prior_prec_max=log_prior_prec_max,
+                    grid_size=grid_size,
+                    log_prior_prec_base=log_prior_prec_base,
+                    link_approx=link_approx,
+                    n_samples=n_samples,
+                    progress_bar=progress_bar,
+                )
+                self.prior_precision = result.best("loss")
+                if verbose:
+                    print(f"Optimized prior precision is {self.prior_precision}.")
+            else:
+                super().optimize_prior_precision(
+                    pred_type,
+                    method,
+                    n_steps,
+                    lr,
+                    init_prior_prec,
+                    prior_structure,
+                    val_loader,
+                    verbose=verbose,
+                    progress_bar=progress_bar,
+                )
+        except BaseException:
+            self.prior_precision = before
+            raise
 
     @property
     def H_facs(self) -> Kron | None:
@@ -236,7 +657,7 @@ class DebiasedPosterior(CrossFitting, Predicting, Tuning, StructuredGLM):
 
     def log_marginal_likelihood(self, *args: Any, **kwargs: Any) -> Tensor:
         """Log marginal likelihood of all N training data; see laplace-torch."""
-        self._check_H_init()
+        self.check_fitted()
         return super().log_marginal_likelihood(*args, **kwargs)
 
     @property
@@ -249,29 +670,39 @@ class DebiasedPosterior(CrossFitting, Predicting, Tuning, StructuredGLM):
         check_prior_precision(value)
         KronLaplace.prior_precision.fset(self, value)
 
-    @property
-    def _likelihood(self) -> str:
-        return str(getattr(self.likelihood, "value", self.likelihood))
+    def check_fitted(self) -> None:
+        """Raise unless there is a posterior.
 
-    def _check_H_init(self) -> None:
+        Raises:
+            AttributeError: Before ``fit`` or ``load_state_dict``.
+        """
+        self._posterior()
+
+    def _posterior(self) -> FitResult:
+        """The last fit, or an error."""
         if self._fitted is None:
             raise AttributeError(
                 f"Expected a fitted {type(self).__name__}, got one without a posterior. Remedy: "
                 "call `la.fit(train_loader)` or `la.load_state_dict(...)` first."
             )
+        return self._fitted
 
-    def _init_H(self) -> None:
-        # nothing is accumulated in place, so nothing has to be allocated; before `fit`
-        # laplace-torch takes an undecomposed `Kron` to mean "prior only"
-        self.H = Kron([])
 
-    def _set_posterior(self, fitted: Fitted) -> None:
-        """Hand the decomposition over to laplace-torch in the model's dtype."""
-        H = fitted.decomposed(self._dtype, self.damping)
-        for name, block in zip(self.parameter_names, H.eigenvalues, strict=True):
-            if not all(torch.isfinite(values).all() for values in block):
-                raise ValueError(
-                    f"Expected the curvature of '{name}' to fit into {self._dtype}, got "
-                    "eigenvalues beyond its range. Remedy: use bfloat16 or float32 for the model."
-                )
-        self._fitted, self.H = fitted, H
+def _same(one: tuple, two: tuple) -> bool:
+    """Whether two keys of a kept predictor agree; tensors and posteriors by identity."""
+    objects, others = one[0], two[0]
+    return (
+        len(objects) == len(others)
+        and all(a is b for a, b in zip(objects, others, strict=True))
+        and one[1:] == two[1:]
+    )
+
+
+def _features_of(model: nn.Module) -> Callable[[Any], Tensor]:
+    """Inputs of the last layer, ``[n, d]``, as a function of the network's inputs."""
+
+    @torch.no_grad()
+    def features(X: Any) -> Tensor:
+        return model.forward_with_features(X)[1]
+
+    return features

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 
-from laplace_debias.data.reading import CURVATURES, DIRECTIONS
-from laplace_debias.debias.fitting import check_seen, fit_factors, scaled_loss
-from laplace_debias.kfac.factors import DataFactors
-from laplace_debias.posterior.debiased import SINGLE, TWO_BATCH
+from laplace_debias.debias.options import SINGLE, TWO_BATCH
+from laplace_debias.debias.two_batch import fit_factors
+from laplace_debias.kfac.factors import Factors
+from laplace_debias.network.upstream import posterior_params
 from laplace_debias.posterior.kron import DebiasedKronLaplace
 
 __all__ = ["fit_from_factors"]
@@ -19,9 +19,9 @@ __all__ = ["fit_from_factors"]
 
 def fit_from_factors(
     la: DebiasedKronLaplace,
-    directions: DataFactors,
+    directions: Factors,
     n_data: int,
-    curvatures: DataFactors | None = None,
+    curvatures: Factors | None = None,
 ) -> None:
     r"""Fit ``la`` as ``la.fit`` would on the data behind the factors.
 
@@ -43,8 +43,7 @@ def fit_from_factors(
         >>> from laplace_debias.kfac.engine import kfac_factors
         >>> net = torch.nn.Linear(2, 3)
         >>> X, y = torch.randn(8, 2), torch.arange(8) % 3
-        >>> kfac = kfac_factors(net, X, y, likelihood="classification")
-        >>> factors = DataFactors([list(block) for block in kfac.blocks], 8, kfac.loss, 3)
+        >>> factors = kfac_factors(net, X, y, likelihood="classification")
         >>> la = Laplace(net, "classification", "all", "kron", debias="single")
         >>> fit_from_factors(la, factors, n_data=100)
         >>> la.n_data, la(X).shape
@@ -57,20 +56,22 @@ def fit_from_factors(
             f"debias={la.debias!r} {'without' if curvatures is None else 'with'} curvatures. "
             "Remedy: choose `debias` by the factors you have."
         )
-    roles = {DIRECTIONS: directions}
-    if curvatures is not None:
-        roles[CURVATURES] = curvatures
-    wanted = [_sizes(list(p.shape)) for p in la._bayesian_parameters()]
-    for role, factors in roles.items():
+    wanted = [_sizes(list(p.shape)) for p in posterior_params(la)]
+    for role, factors in (("directions", directions), ("curvatures", curvatures)):
+        if factors is None:
+            continue
         got = [[len(factor) for factor in block] for block in factors.blocks]
         if got != wanted:
             raise ValueError(
                 f"Expected factors of sizes {wanted} for the parameters {la.parameter_names}, got "
                 f"{got} in the role of {role}. Remedy: freeze the same parameters for both."
             )
-    check_seen(n_data, roles, disjoint=False)
-    fitted = fit_factors(roles, n_data, la.parameter_names)
-    la._finish(fitted, scaled_loss(roles, n_data), n_data, directions.n_outputs)
+        if factors.n > n_data:
+            raise ValueError(
+                f"Expected `n_data` of at least {factors.n}, the number of data behind the "
+                f"{role}, got {n_data}. Remedy: pass the number of data in the whole training set."
+            )
+    la.take_over(fit_factors(directions, curvatures, n_data))
 
 
 def _sizes(shape: list[int]) -> list[int]:

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from laplace_debias.debias.fitting import Fitted
+from laplace_debias.debias.spectrum import FitResult
+from laplace_debias.network.upstream import device_of, last_layer_name, posterior_params
 
 __all__ = ["load_state", "save_state"]
 
 FORMAT = 1
 
 
-def save_state(la: Any) -> dict[str, Any]:
+def save_state(la: Any, fitted: FitResult) -> dict[str, Any]:
     """Everything a posterior consists of, loadable with ``torch.load(weights_only=True)``.
 
     The decomposition itself is stored (laplace-torch stores the undecomposed factors, from which
     debiased eigenvalues cannot be recovered).
 
     Args:
-        la: A fitted debiased Laplace approximation.
+        la: A debiased Laplace approximation.
+        fitted: Its fit.
 
     Returns:
         The state.
@@ -34,17 +37,16 @@ def save_state(la: Any) -> dict[str, Any]:
         >>> la = Laplace(nn.Linear(2, 3), "classification", "all", "kron", debias=True)
         >>> batch = (torch.randn(8, 2), torch.arange(8) % 3)
         >>> la.fit(batch, curvature_loader=(torch.randn(8, 2), torch.arange(8) % 3), n_data=16)
-        >>> sorted(save_state(la))[:3]
+        >>> sorted(la.state_dict())[:3]
         ['cls_name', 'curvatures', 'debias']
     """
-    fitted = la._fitted
     return {
         "format": FORMAT,
         "cls_name": type(la).__name__,
         "debias": la.debias,
         "likelihood": _plain(la.likelihood),
         "parameters": _parameter_shapes(la),
-        "last_layer_name": la.last_layer_name,
+        "last_layer_name": last_layer_name(la.model),
         "eigenvectors": fitted.Q,
         "eigenvalues_biased": fitted.lam,
         "eigenvalues": fitted.lam_tilde,
@@ -61,12 +63,13 @@ def save_state(la: Any) -> dict[str, Any]:
     }
 
 
-def load_state(la: Any, state: dict[str, Any]) -> None:
+def load_state(la: Any, state: dict[str, Any], take_over: Callable[[FitResult], None]) -> None:
     """Put a saved posterior into ``la``; on an error ``la`` is left as it was.
 
     Args:
         la: A debiased Laplace approximation around the same architecture.
         state: What :func:`save_state` returned.
+        take_over: Makes a fit the posterior of ``la``.
 
     Raises:
         ValueError: If format, class, method, likelihood, last layer or parameters differ.
@@ -75,7 +78,7 @@ def load_state(la: Any, state: dict[str, Any]) -> None:
         >>> from torch import nn
         >>> from laplace_debias import Laplace
         >>> la = Laplace(nn.Linear(2, 3), "classification", "all", "kron", debias=True)
-        >>> load_state(la, {"format": 0})
+        >>> load_state(la, {"format": 0}, print)
         Traceback (most recent call last):
         ...
         ValueError: Expected a state of format 1, got 0. Remedy: save it again with this version.
@@ -96,7 +99,8 @@ def load_state(la: Any, state: dict[str, Any]) -> None:
                 f"Expected a state with {key}={value!r}, as this object, got {state[key]!r}. "
                 "Remedy: build the Laplace object with the arguments of the saved one."
             )
-    la._restore_last_layer(state["last_layer_name"])
+    if state["last_layer_name"] is not None:
+        la.restore_last_layer(state["last_layer_name"])
     ours, saved = _parameter_shapes(la), state["parameters"]
     if ours != saved:
         differing = [n for n in {**saved, **ours} if ours.get(n) != saved.get(n)]
@@ -109,29 +113,29 @@ def load_state(la: Any, state: dict[str, Any]) -> None:
             + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
             + ". Remedy: build the same architecture with the same parameters frozen."
         )
-    device = la._device
+    device = device_of(la)
 
     def moved(blocks: list[list[Tensor]]) -> list[list[Tensor]]:
         return [[t.to(device) for t in block] for block in blocks]
 
-    la._set_posterior(
-        Fitted(
+    take_over(
+        FitResult(
             moved(state["eigenvectors"]),
             moved(state["eigenvalues_biased"]),
             moved(state["eigenvalues"]),
             moved(state["curvatures"]),
+            state["loss"].to(device),
+            state["n_data"],
+            state["n_outputs"],
         )
     )
     la.mean = state["mean"].to(device)
-    la.loss = state["loss"].to(device)
     la.prior_mean = state["prior_mean"]
     la.prior_precision = state["prior_precision"]
     la.sigma_noise = state["sigma_noise"]
     la.temperature = state["temperature"]
     la.enable_backprop = state["enable_backprop"]
-    la.n_data, la.n_outputs = state["n_data"], state["n_outputs"]
-    la.model.output_size = la.n_outputs
-    current = parameters_to_vector(la._bayesian_parameters()).detach()
+    current = parameters_to_vector(posterior_params(la)).detach()
     if not torch.equal(current, la.mean.to(current.dtype)):
         warnings.warn(
             "The model's weights differ from those at which this posterior was fitted; load the "
@@ -144,7 +148,7 @@ def _parameter_shapes(la: Any) -> dict[str, list[int]]:
     """Names and shapes of the Bayesian parameters."""
     return {
         name: list(p.shape)
-        for name, p in zip(la.parameter_names, la._bayesian_parameters(), strict=True)
+        for name, p in zip(la.parameter_names, posterior_params(la), strict=True)
     }
 
 

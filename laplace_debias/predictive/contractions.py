@@ -27,49 +27,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 # Numbers per array: 6 MB in float32 for what a chunk of data shares, less for the tiles of rotated
 # Jacobians, which stay in cache between the product that makes them and the one that consumes them.
 CHUNK_NUMEL = 1_500_000
 TILE_NUMEL = 700_000
-
-
-def patches(x: Tensor, conv: nn.Conv2d) -> Tensor:
-    r"""Extract the input patches of a convolution, channels last inside a patch.
-
-    Copying from a channels-last image moves runs of ``kernel_width * C_in`` numbers, several
-    times faster than ``F.unfold``, whose order is ``(C_in, kh, kw)``; :func:`patch_order` brings an
-    eigenvector matrix to this order.
-
-    Args:
-        x: Images ``[n, C_in, height, width]``.
-        conv: The convolution: its kernel size, stride, padding (and mode), dilation, groups.
-
-    Returns:
-        Patches ``[n, R, groups, d_in]``, with ``d_in = kh * kw * C_in / groups``.
-
-    Example:
-        >>> conv = nn.Conv2d(2, 3, 3, stride=2, padding=1)
-        >>> patches(torch.zeros(5, 2, 8, 8), conv).shape
-        torch.Size([5, 16, 1, 18])
-    """
-    (kh, kw), (sh, sw), (dh, dw) = conv.kernel_size, conv.stride, conv.dilation
-    pad = conv._reversed_padding_repeated_twice  # (left, right, top, bottom), "same" resolved
-    if conv.padding_mode == "zeros":
-        x = F.pad(x.permute(0, 2, 3, 1), (0, 0, *pad))  # [n, height, width, C_in]
-    else:
-        x = F.pad(x, tuple(pad), mode=conv.padding_mode).permute(0, 2, 3, 1)
-    x = x.unfold(1, (kh - 1) * dh + 1, sh)[..., ::dh].unfold(2, (kw - 1) * dw + 1, sw)[..., ::dw]
-    n, H, W = x.shape[:3]  # [n, H, W, C_in, kh, kw]
-    x = x.unflatten(3, (conv.groups, -1)).permute(0, 1, 2, 3, 5, 6, 4)
-    return x.reshape(n, H * W, conv.groups, -1)
-
-
-def patch_order(Q_A: Tensor, conv: nn.Conv2d) -> Tensor:
-    """Permute the rows of ``Q_A`` from ``(C_in, kh, kw)`` to the order of :func:`patches`."""
-    return Q_A.unflatten(0, (-1, *conv.kernel_size)).permute(1, 2, 0, 3).reshape(Q_A.shape)
 
 
 def data_chunks(n: int, numel_per_datum: int, at_least: int = 1) -> list[slice]:

@@ -23,9 +23,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from laplace.baselaplace import KronLaplace
-from laplace.utils import FeatureExtractor
 from laplace.utils.matrix import KronDecomposed
-from torch import Tensor, nn
+from torch import Tensor
+
+from laplace_debias.data.inputs import accumulation_dtype
+from laplace_debias.network.upstream import hessian_factor, posterior_params
 
 PriorPrecisions = float | Tensor | Sequence[float | Tensor]
 
@@ -161,26 +163,6 @@ def prior_grid(
     return torch.stack(grid).to(dtype=like.dtype, device=like.device), many
 
 
-def is_last_layer(la: KronLaplace) -> bool:
-    """Say whether the Laplace approximation covers the last layer only."""
-    return isinstance(la.model, FeatureExtractor)
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to sum squares in: half precision is widened to float32."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def posterior_params(la: KronLaplace) -> list[nn.Parameter]:
-    """Return the parameter tensors of the blocks of ``la.H``, in its order."""
-    if not is_last_layer(la):
-        return list(la.params)
-    params = list(la.model.last_layer.parameters())
-    if len(params) != len(la.H):  # a frozen bias has no block
-        params = [p for p in params if p.requires_grad]
-    return params
-
-
 def check_fitted(la: KronLaplace) -> None:
     """Raise if ``la`` is not a fitted Kron Laplace approximation.
 
@@ -223,7 +205,7 @@ def eigen_blocks(la: KronLaplace, deltas: Tensor, memory_budget: int) -> list[Ei
     keep = len(deltas) * sum(p.numel() for p in params) <= max_numel
     blocks = []
     for i, p in enumerate(params):
-        dtype = compute_dtype(p.dtype)
+        dtype = accumulation_dtype(p.dtype)
         Qs = tuple(Q.detach().to(dtype) for Q in la.H.eigenvectors[i])
         lams = [lam.detach().to(dtype) for lam in la.H.eigenvalues[i]]
         if math.prod(map(len, lams)) != p.numel():
@@ -232,7 +214,7 @@ def eigen_blocks(la: KronLaplace, deltas: Tensor, memory_budget: int) -> list[Ei
                 f"{tuple(p.shape)}, got {math.prod(map(len, lams))}. Refit the approximation."
             )
         lam = lams[0] if len(lams) == 1 else torch.outer(lams[0], lams[1])
-        lam = la._H_factor.detach().to(dtype) * lam + offsets[i].to(dtype)
+        lam = hessian_factor(la).detach().to(dtype) * lam + offsets[i].to(dtype)
         name, delta = names.get(id(p), f"block {i}"), deltas[:, i].to(dtype)
         blocks.append(EigenBlock(name, p, Qs, lam, delta, max_numel, keep))
     return blocks

@@ -1,12 +1,13 @@
 """From a captured run to rotated Jacobians and their contractions, one parameter tensor at a time.
 
 This is where the maths of :mod:`laplace_debias.predictive.contractions` meets the layers that
-:mod:`laplace_debias.network.capture` recorded.
+:mod:`laplace_debias.predictive.probing` recorded.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -14,20 +15,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.network.capture import (
-    Capture,
-    Inputs,
-    LayerCall,
-    data_dims,
-    is_ordinary,
-    owners,
-    per_datum_jacobians,
-    run,
-    size_of,
-    take,
-)
+from laplace_debias.data.inputs import Inputs, accumulation_dtype, size_of, take
+from laplace_debias.network.ownership import is_ordinary, owners
+from laplace_debias.network.recorder import LayerCall
+from laplace_debias.network.unfold import patch_order
 from laplace_debias.predictive import contractions as maths
-from laplace_debias.predictive.eigenblocks import EigenBlock, compute_dtype
+from laplace_debias.predictive.eigenblocks import EigenBlock
+from laplace_debias.predictive.probing import Capture, data_dims, per_datum_jacobians, run
 
 Source = tuple[LayerCall, "int | None"]
 
@@ -54,7 +48,8 @@ class LayerJacobians:
         self.names = {module: name for name, module in model.named_modules()}
         self.dims: dict[nn.Module, list[int | None]] | None = None
         self._warned: set[str] = set()
-        self._memory: Tensor | None = None
+        self._bytes: dict[object, int] = {}
+        self._scratch = threading.local()  # two threads must not share an array of gradients
 
     def prepare(self, x: Inputs) -> int:
         """Look at one or two data; return the bytes that a datum will need.
@@ -65,6 +60,10 @@ class LayerJacobians:
         n = size_of(x, self.key)
         if self.dims is None and n > 1:
             self.dims = data_dims(self.model, x, self.modules, self.key)
+        tensors = [x] if isinstance(x, Tensor) else [v for v in x.values() if isinstance(v, Tensor)]
+        known = (n > 1, *((t.shape[1:], t.dtype) for t in tensors))
+        if known in self._bytes:
+            return self._bytes[known]
         probe = run(self.model, take(x, slice(0, 1), self.key), self.modules)
         C, held = probe.f.shape[1], 1
         for call in (call for calls in probe.calls.values() for call in calls):
@@ -72,7 +71,8 @@ class LayerJacobians:
         for block in self.blocks:
             if isinstance(self._sources(block, probe, min(n, 2)), str):
                 held += 2 * C * block.param.numel()  # its Jacobian will be formed
-        return held * torch.finfo(compute_dtype(probe.f.dtype)).bits // 8
+        self._bytes[known] = held * torch.finfo(accumulation_dtype(probe.f.dtype)).bits // 8
+        return self._bytes[known]
 
     def contract(
         self, x: Inputs, mode: str, posteriors: Sequence[list[EigenBlock]]
@@ -171,7 +171,7 @@ class LayerJacobians:
         needed = {id(call): (call, dim) for found in sources.values() for call, dim in found}
         needed = list(needed.values())
         n, C = capture.f.shape
-        dtype = compute_dtype(capture.f.dtype)
+        dtype = accumulation_dtype(capture.f.dtype)
         if not needed:
             return {}
         edges = [call.edge for call, _ in needed]
@@ -207,9 +207,9 @@ class LayerJacobians:
         Fresh pages for every chunk would cost as much as writing the gradients to them.
         """
         numels = [math.prod(shape) for shape in shapes]
-        flat = self._memory
+        flat = getattr(self._scratch, "flat", None)
         if flat is None or flat.dtype != like.dtype or flat.numel() < sum(numels):
-            flat = self._memory = like.new_empty(sum(numels))
+            flat = self._scratch.flat = like.new_empty(sum(numels))
         parts = flat[: sum(numels)].split(numels)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -245,7 +245,7 @@ class LayerJacobians:
                 ]
             bases = [block.Q for block in blocks]
             if isinstance(module, nn.Conv2d):
-                bases = [(Q_B, maths.patch_order(Q_A, module)) for Q_B, Q_A in bases]
+                bases = [(Q_B, patch_order(Q_A, module)) for Q_B, Q_A in bases]
             if R == 1 and getattr(module, "groups", 1) == 1 and mode != "joint":
                 A, results = inputs(slice(0, n)).flatten(1), []
                 for block, (Q_B, Q_A) in zip(blocks, bases, strict=True):

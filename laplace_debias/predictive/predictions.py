@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from laplace_debias.network.capture import Inputs
+from laplace_debias.data.inputs import Inputs
 from laplace_debias.predictive.links import (
     check_link,
     class_log_probabilities,

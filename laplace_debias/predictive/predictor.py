@@ -16,17 +16,17 @@ import torch
 from laplace.baselaplace import KronLaplace
 from torch import Tensor
 
-from laplace_debias.network.capture import Inputs, prediction_mode, size_of, take
-from laplace_debias.predictive import contractions as maths
+from laplace_debias.data.inputs import Inputs, accumulation_dtype, size_of, take
+from laplace_debias.network.preserve import differentiable
+from laplace_debias.network.upstream import device_of, dtype_of, is_last_layer
 from laplace_debias.predictive.eigenblocks import (
     EigenBlock,
     PriorPrecisions,
     check_fitted,
-    compute_dtype,
     eigen_blocks,
-    is_last_layer,
     prior_grid,
 )
+from laplace_debias.predictive.last_layer import last_layer_moments
 from laplace_debias.predictive.layer_jacobians import LayerJacobians
 from laplace_debias.predictive.prior_nodes import prior_nodes
 from laplace_debias.predictive.weight_samples import WeightSampler
@@ -57,7 +57,8 @@ class LinearizedPredictive:
 class StructuredPredictor:
     """The linearised predictive with everything that does not depend on the data prepared once.
 
-    Use :func:`linearized_predictive` for a single call; this class for many batches.
+    Use :func:`linearized_predictive` for a single call; this class for many batches. Nothing in it
+    changes after construction but what it remembers, so several threads may use it.
 
     Args:
         la: A fitted ``KronLaplace`` or ``KronLLLaplace``.
@@ -81,8 +82,8 @@ class StructuredPredictor:
                 f"Expected a positive memory budget in bytes, got {memory_budget}. "
                 "Pass e.g. memory_budget=2**29."
             )
-        dtype = compute_dtype(la._dtype)
-        like = torch.empty(0, dtype=dtype, device=la._device)
+        dtype = accumulation_dtype(dtype_of(la))
+        like = torch.empty(0, dtype=dtype, device=device_of(la))
         current = prior_precisions is None
         if current:
             prior_precisions = la.prior_precision.reshape(1, -1)
@@ -97,7 +98,7 @@ class StructuredPredictor:
         deltas = self.deltas if nodes is None else nodes[0].unsqueeze(1).expand(-1, len(la.H))
         self.blocks = eigen_blocks(la, deltas, self.memory_budget)
         self.params = [block.param for block in self.blocks]
-        self._layers: LayerJacobians | None = None
+        self._layers = LayerJacobians(la.model, self.blocks, la.dict_key_x, self.keep_graph)
 
     def __call__(
         self, x: Inputs, diagonal_output: bool = False, joint: bool = False
@@ -105,7 +106,7 @@ class StructuredPredictor:
         """Return the exact linearised predictive at ``x``."""
         x = self._inputs(x)
         mode = "joint" if joint else "variance" if diagonal_output else "covariance"
-        with prediction_mode(self.la.model, self.params):
+        with differentiable(self.la.model, self.params):
             if is_last_layer(self.la):
                 f, moments = self._last_layer(x, mode)
             else:
@@ -137,7 +138,7 @@ class StructuredPredictor:
         if self._coefficients is not None:  # samples are of each prior precision itself
             blocks = eigen_blocks(self.la, self.deltas, self.memory_budget)
         sampler = WeightSampler(self.la, blocks, self.memory_budget, self.keep_graph)
-        with prediction_mode(self.la.model, self.params):
+        with differentiable(self.la.model, self.params):
             return sampler(self._inputs(x), n_samples, generator)
 
     def prefers_samples(self, n_samples: int, diagonal_output: bool) -> bool:
@@ -166,7 +167,7 @@ class StructuredPredictor:
             raise ValueError("Expected at least one datum, got an empty batch. Skip empty batches.")
         if not isinstance(x, Tensor):
             return x
-        x = x.to(self.la._device)
+        x = x.to(device_of(self.la))
         with torch.inference_mode(False):
             return x.clone() if x.is_inference() else x
 
@@ -182,8 +183,6 @@ class StructuredPredictor:
     ) -> tuple[Tensor, list[Tensor]]:
         """Contract chunk by chunk of data; a joint covariance takes all data at once."""
         key = self.la.dict_key_x
-        if self._layers is None or self._layers.dims is None:
-            self._layers = LayerJacobians(self.la.model, self.blocks, key, self.keep_graph)
         n, bytes_per_datum = size_of(x, key), self._layers.prepare(x)
         size = n if mode == "joint" else max(1, self.memory_budget // bytes_per_datum)
         if size >= n:
@@ -198,25 +197,68 @@ class StructuredPredictor:
         return torch.cat([f for f, _ in parts]), [torch.cat(column) for column in columns]
 
     def _last_layer(self, x: Inputs, mode: str) -> tuple[Tensor, Tensor]:
-        r"""Closed form: the Jacobian of output c is the input features in row c.
-
-        So :math:`\tilde g_{ci} = Q_{B,ci}` for every datum, and with the features :math:`\phi`,
-        :math:`s_i = \sum_j w_{ij} (Q_A^\top \phi)_j^2`, the weight block adds
-        :math:`\sum_i Q_{B,ci} s_i Q_{B,di}` and the bias block
-        :math:`(Q \, \mathrm{diag}(w) \, Q^\top)_{cd}`.
-        """
+        """The closed form of a last layer, from its features."""
         with torch.set_grad_enabled(self.keep_graph):
             f, phi = self.la.model.forward_with_features(x)
-            if phi.ndim == 1 and len(f) == 1:
-                phi = phi.unsqueeze(0)
-            if f.ndim != 2 or phi.ndim != 2:
-                raise ValueError(
-                    f"Expected outputs [n, C] and features [n, d], got {tuple(f.shape)} and "
-                    f"{tuple(phi.shape)}. Set feature_reduction, or return one row per datum."
-                )
-            phi = phi.to(self.deltas.dtype)
-            parts = [_last_layer_block(block, phi, mode) for block in self.blocks]
-            return f, sum(parts[1:], parts[0])
+            return f, last_layer_moments(self.blocks, f, phi.to(self.deltas.dtype), mode)
+
+
+class SharedPredictor:
+    """Exact linearised predictives of several posteriors, one after the other from shared passes.
+
+    Args:
+        predictors: One per posterior, around the same model and the same parameters. The first
+            one's memory budget holds; no graph is kept.
+
+    Raises:
+        ValueError: If there is no predictor, or their parameters differ.
+
+    Example:
+        >>> import torch
+        >>> from laplace_debias import Laplace
+        >>> net = torch.nn.Linear(2, 3)
+        >>> batch = (torch.randn(8, 2), torch.arange(8) % 3)
+        >>> predictors = []
+        >>> for n in (4, 8):
+        ...     la = Laplace(net, "classification", "all", "kron", debias="single")
+        ...     la.fit((batch[0][:n], batch[1][:n]), n_data=100)
+        ...     predictors.append(StructuredPredictor(la, [1.0, 10.0]))
+        >>> [tuple(result.covariance.shape) for result in SharedPredictor(predictors)(batch[0])]
+        [(2, 8, 3, 3), (2, 8, 3, 3)]
+    """
+
+    def __init__(self, predictors: Sequence[StructuredPredictor]) -> None:
+        """Check that the passes can be shared."""
+        if not predictors:
+            raise ValueError("Expected at least one predictor, got none. Remedy: pass some.")
+        self.predictors = tuple(predictors)
+        params = [[id(p) for p in predictor.params] for predictor in predictors]
+        if not is_last_layer(predictors[0].la) and any(ids != params[0] for ids in params):
+            raise ValueError(
+                "Expected posteriors over the same parameters of one model, got others. Remedy: "
+                "build every Laplace approximation around the same model object, with the same "
+                "parameters frozen."
+            )
+
+    def __call__(self, x: Inputs, diagonal_output: bool = False) -> list[LinearizedPredictive]:
+        """Return the predictive of each posterior at ``x``.
+
+        Args:
+            x: Inputs ``[n, ...]``, or a mapping of tensors.
+            diagonal_output: Return the diagonals of the covariances only, which is cheaper.
+        """
+        first = self.predictors[0]
+        if is_last_layer(first.la):  # a closed form without backward passes
+            return [predictor(x, diagonal_output) for predictor in self.predictors]
+        x = first._inputs(x)
+        mode = "variance" if diagonal_output else "covariance"
+        with differentiable(first.la.model, first.params):
+            f, moments = first._all_layers(x, mode, [p.blocks for p in self.predictors])
+        f = f.detach()
+        return [
+            predictor._result(f, part.detach(), "exact")
+            for predictor, part in zip(self.predictors, moments, strict=True)
+        ]
 
 
 def _second_moment(d: Tensor, diagonal: bool) -> Tensor:
@@ -224,32 +266,6 @@ def _second_moment(d: Tensor, diagonal: bool) -> Tensor:
     if diagonal:
         return d.square().mean(0)
     return torch.einsum("snc,snd->ncd", d, d) / len(d)
-
-
-def _last_layer_block(block: EigenBlock, phi: Tensor, mode: str) -> Tensor:
-    """Contract one block of the last layer; see :meth:`StructuredPredictor._last_layer`."""
-    Q_B, n = block.Q[0], len(phi)
-    rows = Q_B.expand(n, *Q_B.shape)  # the same rotated gradients for every datum
-    if mode == "joint":
-        if len(block.Q) == 1:
-            J = rows if block.param.ndim == 1 else (phi @ block.Q[0]).unsqueeze(1)
-        else:
-            J = (rows.unsqueeze(-1) * (phi @ block.Q[1])[:, None, None, :]).flatten(2)
-        return maths.contract([J.clone()], block.inverses, mode)[..., : len(block.delta)]
-    if len(block.Q) == 1 and block.param.ndim > 1:  # one output, one feature
-        J = (phi @ block.Q[0]).unsqueeze(1)
-        return maths.contract([J], block.inverses, mode)[..., : len(block.delta)]
-    phi2 = None if len(block.Q) == 1 else (phi @ block.Q[1]).square()
-    parts = []
-    for delta in block.delta:
-        w = (block.lam + delta).reciprocal()
-        s = w.unsqueeze(0) if phi2 is None else phi2 @ w.T  # [n, C], or [1, C] for a bias
-        if mode == "variance":
-            parts.append(s @ Q_B.square().T)
-        else:
-            parts.append((Q_B * s.unsqueeze(1)) @ Q_B.T)
-    part = torch.stack(parts, dim=-1)
-    return part.expand(n, *part.shape[1:])
 
 
 def linearized_predictive(

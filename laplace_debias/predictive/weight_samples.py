@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.func import functional_call, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from laplace_debias.network.capture import Inputs, run, size_of, take
-from laplace_debias.predictive.eigenblocks import EigenBlock, is_last_layer
+from laplace_debias.data.inputs import Inputs, size_of, take
+from laplace_debias.network.recorder import Recorder
+from laplace_debias.network.upstream import is_last_layer
+from laplace_debias.predictive.eigenblocks import EigenBlock
 
 
 def posterior_step(eps: Tensor, block: EigenBlock, k: int) -> Tensor:
@@ -163,20 +165,12 @@ class WeightSampler:
 
     def _bytes_per_datum(self, x: Inputs) -> int:
         """Estimate the memory of one forward-mode product for one datum, from its activations."""
-        modules = [m for m in self.la.model.modules() if not list(m.children())]
-        numel = 0
-
-        def add(module: torch.nn.Module, args: tuple, output: object) -> None:
-            nonlocal numel
-            numel += output.numel() * output.element_size() if isinstance(output, Tensor) else 0
-
-        handles = [module.register_forward_hook(add) for module in modules]
-        try:
-            run(self.la.model, x, [])
-        finally:
-            for handle in handles:
-                handle.remove()
-        return 4 * max(1, numel)
+        leaves = (m for m in self.la.model.modules() if not list(m.children()))
+        recorder = Recorder(leaves, edges=False)
+        with recorder.recording():
+            self.la.model(x)
+        calls = [call for found in recorder.calls.values() for call in found]
+        return 4 * max(1, sum(call.shape.numel() * call.dtype.itemsize for call in calls))
 
 
 def _sort(parts: list[Tensor], k: int) -> Tensor:

@@ -9,7 +9,7 @@ from laplace_debias.debias.few_rows import ROW_FOLDS, crossfit_rows, few_rows_fr
 from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.folds import crossfit_spectrum
 from laplace_debias.kfac.engine import kfac_factors
-from laplace_debias.kfac.input_factors import input_factors
+from tests.cases_kfac import forward_factors
 
 
 def gram(rows):
@@ -118,14 +118,14 @@ def test_rows_are_kept_of_wide_layers_with_one_row_per_datum():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     x = torch.randn(20, 40).double()
-    parts = [input_factors(model, part, rows_from=few_rows_from(20)) for part in x.split([8, 12])]
+    parts = [forward_factors(model, part, rows_from=few_rows_from(20)) for part in x.split([8, 12])]
     both = parts[0] + parts[1]
     assert torch.equal(both.rows[0], x) and both.rows[1:] == (None, None, None)
     torch.testing.assert_close(gram(both.rows[0]), both.A[0])
-    assert input_factors(model, x).rows == (None,) * 4
-    assert input_factors(model, x, rows_from=41).rows == (None,) * 4
-    assert input_factors(Tokens().double(), x, rows_from=40).rows == (None,) * 4
-    assert input_factors(MergedTokens().double(), x, rows_from=40).rows == (None,) * 2
+    assert forward_factors(model, x).rows == (None,) * 4
+    assert forward_factors(model, x, rows_from=41).rows == (None,) * 4
+    assert forward_factors(Tokens().double(), x, rows_from=40).rows == (None,) * 4
+    assert forward_factors(MergedTokens().double(), x, rows_from=40).rows == (None,) * 2
 
 
 def test_the_posterior_takes_more_folds_for_wide_layers_only():
@@ -134,7 +134,7 @@ def test_the_posterior_takes_more_folds_for_wide_layers_only():
     x, y = torch.randn(60, 40).double(), torch.arange(60) % 3
     outputs = [kfac_factors(model, part, y[:10], likelihood="classification", inputs=False)
                for part in x[:20].split(10)]  # fmt: skip
-    inputs = [input_factors(model, part, rows_from=40) for part in x[20:40].split(10)]
+    inputs = [forward_factors(model, part, rows_from=40) for part in x[20:40].split(10)]
     fitted = crossfit_kron(outputs, inputs, n_data=60)
     torch.testing.assert_close(fitted.lam_tilde[0][1], crossfit_rows(x[20:40])[2])
     torch.testing.assert_close(

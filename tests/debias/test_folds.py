@@ -14,10 +14,10 @@ from laplace_debias.debias.folds import (
     isotonic,
     null_tolerance,
 )
+from laplace_debias.debias.spectrum import eigh_float64
 from laplace_debias.kfac.engine import kfac_factors
-from laplace_debias.kfac.factors import eigh_float64
-from laplace_debias.kfac.input_factors import input_factors
 from laplace_debias.network.loss import mean_loss_hessian
+from tests.cases_kfac import forward_factors
 
 
 def gram(rows):
@@ -222,13 +222,13 @@ def test_kron_equals_the_dense_construction():
     """Separate folds for A and B, and the exact output factor, against explicit matrices."""
     model, x = small_model()
     outputs = [kfac_factors(model, part, likelihood="classification") for part in x.split([10, 30])]
-    inputs = [input_factors(model, part) for part in x.split([20, 5, 15])]
+    inputs = [forward_factors(model, part) for part in x.split([20, 5, 15])]
     exact = mean_loss_hessian(model(x).detach(), "classification")
     fitted = crossfit_kron(outputs, inputs, n_data=100, output_hessian=exact)
     H = fitted.decomposed(torch.float64)
     expected = []
     for i in range(4):
-        lam, Q = crossfit_factor([f.blocks[i][0] / f.n_data for f in outputs], [10, 30])
+        lam, Q = crossfit_factor([f.blocks[i][0] / f.n for f in outputs], [10, 30])
         block = 100 * (exact if i >= 2 else Q @ torch.diag(lam) @ Q.T)
         if i % 2 == 0:
             lam, Q = crossfit_factor([f.A[i] for f in inputs], [20, 5, 15])
@@ -236,7 +236,7 @@ def test_kron_equals_the_dense_construction():
         expected.append(block)
     torch.testing.assert_close(H.to_matrix(), torch.block_diag(*expected))
     with pytest.raises(ValueError, match="same parameters"):
-        crossfit_kron(outputs, [input_factors(model[2:], torch.randn(4, 4).double())], n_data=9)
+        crossfit_kron(outputs, [forward_factors(model[2:], torch.randn(4, 4).double())], n_data=9)
     bad = kfac_factors(model, x[:5] * float("nan"), likelihood="classification")
     with pytest.raises(ValueError, match="B of 0.weight"):
         crossfit_kron([outputs[0], bad], n_data=9)

@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.kfac.factors import reevaluate
+from laplace_debias.debias.spectrum import reevaluate
 from tests.cases import seeded
 
 N, M, DRAWS = 1000, 16, 120

@@ -1,16 +1,13 @@
 """The digits demo runs at a small size, and its result is complete."""
 
-import runpy
-from pathlib import Path
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "calibration.py"
+from examples import calibration
 
 
 def test_calibration_example(tmp_path, capsys):
-    result = runpy.run_path(str(EXAMPLE))["main"](["--small", "--out", str(tmp_path)])
+    result = calibration.main(["--small", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "NLL gap ratio" in printed
-    assert set(result.methods) == {"vanilla", "single", "debiased", "full"}
+    assert set(result.methods) == {"plain", "single", "two-batch", "full"}
     assert len({row.prior_precision for row in result.select("full")}) == 14
     assert {"calibration.png", "calibration_corrupted.png", "reliability.png"} <= {
         path.name for path in tmp_path.iterdir()

@@ -12,13 +12,12 @@ from torch.nn import functional as F
 
 from laplace_debias.kfac.backend import HookEF, HookGGN
 from laplace_debias.kfac.engine import kfac_factors
-from laplace_debias.kfac.input_factors import input_factors
 from laplace_debias.network.loss import (
     mean_loss_hessian,
     sampled_hessian_root,
     softmax_hessian_root,
 )
-from tests.cases_kfac import CASES, make
+from tests.cases_kfac import CASES, forward_factors, make
 from tests.oracles_kfac import oracle
 
 LIKELIHOODS = ["classification", "regression"]
@@ -31,7 +30,7 @@ def assert_blocks_close(got, expected, **tolerance):
             torch.testing.assert_close(M, L, **tolerance)
 
 
-@pytest.mark.parametrize("fisher", ["ggn", "ef"])
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("case", CASES)
 def test_factors_equal_the_oracle_with_weights(case, likelihood, fisher):
@@ -39,18 +38,16 @@ def test_factors_equal_the_oracle_with_weights(case, likelihood, fisher):
     weights = torch.tensor([0.0, 0.3, 1.0, 2.0, 0.7, 5.0], dtype=torch.float64)
     factors = kfac_factors(model, x, y, likelihood=likelihood, weights=weights, fisher=fisher)
     assert_blocks_close(factors.blocks, oracle(model, x, y, likelihood, weights, fisher))
-    assert factors.n_data == len(y)
+    assert factors.n == len(y)
     assert factors.names == tuple(n for n, p in model.named_parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_vectorized_backward_passes_and_separate_inputs_change_nothing(case):
+def test_separate_inputs_change_nothing(case):
     model, x, y = make(case, "classification")
     factors = kfac_factors(model, x, y, likelihood="classification")
-    batched = kfac_factors(model, x, y, likelihood="classification", vectorize=True)
-    assert_blocks_close(batched.blocks, factors.blocks)
     alone = kfac_factors(model, x, y, likelihood="classification", inputs=False)
-    forward = input_factors(model, x)
+    forward = forward_factors(model, x)
     assert_blocks_close(alone.with_inputs(forward).blocks, factors.blocks)
     torch.testing.assert_close(forward.outputs, copy.deepcopy(model).eval()(x).detach())
 
@@ -133,7 +130,7 @@ def test_dict_batches():
     assert_blocks_close(
         factors.blocks, kfac_factors(model, x, y, likelihood="classification").blocks
     )
-    assert factors.n_data == 6
+    assert factors.n == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -205,7 +202,7 @@ def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match="idle.weight"):
         kfac_factors(_Unused().double(), x, y, **kwargs)
     with pytest.raises(ValueError, match="idle.weight"):
-        input_factors(_Unused().double(), x)
+        forward_factors(_Unused().double(), x)
     with pytest.raises(ValueError, match=r"shape \[n, C\]"):
         kfac_factors(model, x[:, None], y, **kwargs)
     with pytest.raises(ValueError, match=r"class indices of an integer dtype and shape"):
@@ -216,10 +213,10 @@ def test_errors_say_what_to_do():
         kfac_factors(model, x, y, weights=torch.ones(5), **kwargs)
     with pytest.raises(ValueError, match="non-negative"):
         kfac_factors(model, x, y, weights=-torch.ones(6), **kwargs)
-    with pytest.raises(ValueError, match="'ggn', 'mc', 'ef'"):
+    with pytest.raises(ValueError, match="'exact', 'mc', 'empirical'"):
         kfac_factors(model, x, y, fisher="hessian", **kwargs)
     with pytest.raises(ValueError, match="pass `y`"):
-        kfac_factors(model, x, fisher="ef", **kwargs)
+        kfac_factors(model, x, fisher="empirical", **kwargs)
     with pytest.raises(ValueError, match="likelihood"):
         kfac_factors(model, x, likelihood="reward")
 
@@ -227,14 +224,14 @@ def test_errors_say_what_to_do():
 def test_layers_at_the_output_are_recognised():
     """B of the last layer is the mean loss Hessian; not so after an activation, in place or not."""
     model, x, y = make("mlp", "classification")
-    forward = input_factors(model, x)
-    assert forward.is_output == (False, False, True, True)
+    forward = forward_factors(model, x)
+    assert forward.at_output == (False, False, True, True)
     factors = kfac_factors(model, x, y, likelihood="classification")
     for B in (factors.blocks[2][0], factors.blocks[3][0]):
         torch.testing.assert_close(B / 6, mean_loss_hessian(forward.outputs, "classification"))
     for inplace in (True, False):
         covered = nn.Sequential(*copy.deepcopy(model), nn.ReLU(inplace=inplace))
-        assert input_factors(covered, x).is_output == (False,) * 4
+        assert forward_factors(covered, x).at_output == (False,) * 4
 
 
 def test_stochastic_backend_takes_one_backward_pass():
@@ -255,9 +252,9 @@ def test_factors_add_up():
     both = parts[0] + parts[1]
     assert_blocks_close(both.blocks, whole.blocks)
     torch.testing.assert_close(both.loss, whole.loss)
-    assert both.n_data == 6
-    forward = input_factors(model, x[:2]) + input_factors(model, x[2:])
+    assert both.n == 6
+    forward = forward_factors(model, x[:2]) + forward_factors(model, x[2:])
     assert_blocks_close(parts[0].with_inputs(forward).blocks[0][1:], whole.blocks[0][1:])
-    torch.testing.assert_close(forward.outputs, input_factors(model, x).outputs)
+    torch.testing.assert_close(forward.outputs, forward_factors(model, x).outputs)
     with pytest.raises(ValueError, match="same model"):
         both + kfac_factors(model[2:], torch.randn(2, 4, 5, 6).double(), likelihood="regression")

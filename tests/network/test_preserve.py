@@ -122,7 +122,8 @@ def test_contexts_restore_after_an_exception():
         model[0].register_forward_hook(lambda *_: None)
         model[0].weight.requires_grad_(False)
         model[0].weight.leftover = 1
-        model[0].extra = 2
+        model[1].running_mean += 1
+        model[1].register_buffer("running_var", torch.ones(4))
         raise ZeroDivisionError
     assert fingerprint(model) == before
     with pytest.raises(ZeroDivisionError), evaluation_mode(model):

@@ -40,11 +40,11 @@ def test_loader_with_one_batch():
 @pytest.mark.parametrize("subset", ["all", "last_layer"])
 def test_empty_loader(subset):
     empty = DataLoader(TensorDataset(*MLP.data(3)), batch_size=5, drop_last=True, shuffle=True)
-    with says("two mini-batches.*got 0"):
+    with says("datum in `train_loader`, got an empty"):
         make(subset=subset).fit(empty)
-    with says("at least one mini-batch in `train_loader`, got an empty"):
+    with says("datum in `train_loader`, got an empty"):
         make(subset=subset).fit(empty, curvature_loader=MLP.data(3), n_data=9)
-    with says("at least one mini-batch in `curvature_loader`, got an empty"):
+    with says("datum in `curvature_loader`, got an empty"):
         make(subset=subset).fit(MLP.data(3), curvature_loader=empty, n_data=9)
 
 
@@ -230,7 +230,7 @@ def test_layer_that_is_never_called():
             return self.used(x)
 
     la = Laplace(Unused().double(), "classification", "all", "kron", debias=True)
-    with says("call every trainable layer, got none for 'unused'"):
+    with says("call the layer of parameter unused.weight"):
         la.fit(MLP.data(6), curvature_loader=MLP.data(6), n_data=20)
 
 
@@ -310,5 +310,5 @@ def test_models_that_return_no_tensor():
             return self.layer(x), x
 
     la = Laplace(Pair().double(), "classification", "all", "kron", debias=True)
-    with says("return a tensor of outputs, got tuple"):
+    with says("model output of shape .n, C., got tuple"):
         la.fit(MLP.data(6), curvature_loader=MLP.data(6, 2), n_data=20)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from laplace_debias.kfac.engine import kfac_factors
-from laplace_debias.kfac.factors import DataFactors
+from laplace_debias.kfac.factors import Factors
 from laplace_debias.posterior.factory import Laplace
 from laplace_debias.posterior.from_factors import fit_from_factors
 
@@ -21,8 +21,7 @@ def problem():
 
 
 def factors_of(model, batch):
-    kfac = kfac_factors(model, *batch, likelihood="classification")
-    return DataFactors([list(b) for b in kfac.blocks], kfac.n_data, kfac.loss, kfac.n_outputs)
+    return kfac_factors(model, *batch, likelihood="classification")
 
 
 def laplace(model, debias):
@@ -56,7 +55,7 @@ def test_says_what_is_wrong_and_changes_nothing(problem):
         fit_from_factors(laplace(model, "crossfit"), factors, N)
     with pytest.raises(ValueError, match="`n_data` of at least 25"):
         fit_from_factors(la, factors, 24, curvatures)
-    short = DataFactors(curvatures.blocks[:1], 15, curvatures.loss, 3)
+    short = Factors.from_blocks(["0.weight"], curvatures.blocks[:1], 15, 3, curvatures.loss)
     with pytest.raises(ValueError, match=r"got \[\[4, 3\]\] in the role of curvatures"):
         fit_from_factors(la, factors, N, short)
     with pytest.raises(AttributeError, match="without a posterior"):

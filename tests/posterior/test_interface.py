@@ -13,6 +13,7 @@ import torch
 from laplace.curvature import CurvlinopsGGN
 
 from laplace_debias import Laplace
+from laplace_debias.network.upstream import is_last_layer, last_layer_name, posterior_params
 from tests.cases import CNN, MLP, MLP_REGRESSION, WEIGHTS_ONLY, loader
 
 SUBSETS = ["all", "last_layer"]
@@ -27,8 +28,8 @@ def fitted(case, subset="all", **kwargs):
 def jacobian(la, X):
     """Explicit Jacobian ``[n, C, P]`` in the Bayesian parameters."""
     model = la.model
-    prefix = f"model.{la.last_layer_name}." if la._last_layer else ""
-    pairs = zip(la.parameter_names, la._bayesian_parameters(), strict=True)
+    prefix = f"model.{last_layer_name(la.model)}." if is_last_layer(la) else ""
+    pairs = zip(la.parameter_names, posterior_params(la), strict=True)
     params = {prefix + n: p for n, p in pairs}
 
     def f(weights):
@@ -167,7 +168,7 @@ def test_layerwise_prior_and_temperature(subset):
     la = fitted(MLP, subset, temperature=0.5)
     delta = torch.arange(1.0, la.n_layers + 1, dtype=torch.float64)
     la.prior_precision = delta
-    sizes = [p.numel() for p in la._bayesian_parameters()]
+    sizes = [p.numel() for p in posterior_params(la)]
     prior = torch.cat([d.expand(s) for d, s in zip(delta, sizes, strict=True)])
     cold = fitted(MLP, subset)
     H = cold.posterior_precision.to_matrix() - torch.eye(la.n_params)

@@ -174,7 +174,7 @@ def test_bad_arguments():
     unfitted = KronLaplace(la.model, "classification")
     with pytest.raises(AttributeError, match="fit"):
         linearized_predictive(unfitted, x)
-    with pytest.raises(ValueError, match="n, outputs"):
+    with pytest.raises(ValueError, match="n, C"):
         linearized_predictive(
             random_laplace(nn.Sequential(nn.Linear(2, 2)), 2), torch.randn(3, 4, 2)
         )

@@ -7,9 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laplace_debias.predictive import prior_nodes as module
-from laplace_debias.predictive.predictor import StructuredPredictor, linearized_predictive
+from laplace_debias.predictive.predictor import (
+    SharedPredictor,
+    StructuredPredictor,
+    linearized_predictive,
+)
 from laplace_debias.predictive.prior_nodes import prior_nodes
-from laplace_debias.predictive.shared import SharedPredictor
 from tests.cases_predictive import STRUCTURED
 from tests.fitted_predictive import build
 from tests.oracles_predictive import random_laplace

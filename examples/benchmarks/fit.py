@@ -1,0 +1,112 @@
+"""Time of whole fits on All-CNN-C, or another of the paper's networks, as ratios within one run.
+
+A single mini-batch of M, two of M / 2 (debiased), and the cross-fitted posterior with curvature
+sampling (A from 4 M data, 8 M scored), all with the default backend; and what a fit on a whole
+training set of 40,000 would take against M = 512 with all of it scored, from the time per datum
+measured here. JSON goes to `outputs/bench_fit.json`.
+
+    python -m examples.benchmarks.fit
+    python -m examples.benchmarks.fit --model convnet-1-8 --budget 8    # a few seconds
+"""
+
+# %% Imports
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from examples.benchmarks.kfac import best_times
+from examples.networks import make_model
+from laplace_debias import Laplace
+from laplace_debias.debias.spectrum import decompose, reevaluate
+from laplace_debias.kfac.engine import kfac_factors
+
+
+# %% What is timed
+def fits(model: nn.Module, data: TensorDataset, M: int) -> dict[str, Callable[[], object]]:
+    """Each way to fit, as a function without arguments."""
+
+    def fit(batch_size: int, **kwargs: object) -> None:
+        la = Laplace(model, "classification", "all", "kron", **kwargs)
+        loader = DataLoader(data, batch_size, shuffle=True)
+        source = next(iter(loader)) if kwargs["debias"] == "single" else loader
+        la.fit(source, n_data=len(data))
+
+    curvature = {"sampling": "curvature", "n_curvature": M, "n_input": 4 * M, "n_pool": 8 * M}
+    return {
+        "single, M": lambda: fit(M, debias="single"),
+        "two-batch, 2 x M/2": lambda: fit(M // 2, debias=True),
+        "crossfit, M": lambda: fit(M // 2, debias="crossfit"),
+        "crossfit, curvature sampling, M": lambda: fit(M // 2, debias="crossfit", **curvature),
+    }
+
+
+def debiasing_seconds(model: nn.Module, data: TensorDataset, M: int) -> float:
+    """The debiasing step alone: re-evaluation along the first mini-batch's eigenvectors."""
+    X, y = data[: M // 2]
+    blocks = kfac_factors(model, X, y, likelihood="classification").blocks
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    Q, _ = decompose(blocks, names)
+    start = time.perf_counter()
+    reevaluate(Q, blocks, names)
+    return time.perf_counter() - start
+
+
+# %% The table
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Time the fits, print the ratios, write the JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="allcnnc", help="allcnnc or convnet-d-w")
+    parser.add_argument("--budget", type=int, default=64, help="M")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=Path("outputs/bench_fit.json"))
+    args = parser.parse_args(argv)
+    torch.manual_seed(0)
+    M, model = args.budget, make_model(args.model).eval()
+    data = TensorDataset(torch.randn(8 * M, 3, 32, 32), torch.randint(10, (8 * M,)))
+    times = best_times(fits(model, data, M), args.repeats)
+
+    x, y = data[:M]
+    no_grad = torch.no_grad()
+    passes = best_times(
+        {
+            "forward": no_grad(lambda: model(x)),
+            "inputs": lambda: kfac_factors(model, x, likelihood="classification", outputs=False),
+            "outputs": lambda: kfac_factors(model, x, y, likelihood="classification", inputs=False),
+            "both": lambda: kfac_factors(model, x, y, likelihood="classification"),
+        },
+        args.repeats,
+    )
+    N, m = 40_000, 512
+    few = N * passes["forward"] + 4 * m * passes["inputs"] + m * passes["outputs"]
+    result = {
+        "two-batch / single": times["two-batch, 2 x M/2"] / times["single, M"],
+        "crossfit / two-batch": times["crossfit, M"] / times["two-batch, 2 x M/2"],
+        "curvature sampling / two-batch": times["crossfit, curvature sampling, M"]
+        / times["two-batch, 2 x M/2"],
+        "debiasing step / two-batch": debiasing_seconds(model, data, M)
+        / times["two-batch, 2 x M/2"],
+        "full batch / curvature sampling, N=40,000, M=512, all scored": N * passes["both"] / few,
+    }
+    for name, seconds in times.items():
+        print(f"{name:<62}{seconds:10.2f} s")
+    for name, ratio in result.items():
+        print(f"{name:<62}{ratio:10.3f}")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(
+        json.dumps({"model": args.model, "budget": M, "seconds": times, "ratios": result}, indent=2)
+    )
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Inputs of a network: a tensor, or a mapping of tensors with one row per datum."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Batch",
+    "Inputs",
+    "accumulation_dtype",
+    "concatenate",
+    "map_tensors",
+    "size_of",
+    "take",
+    "widen",
+]
+
+Inputs = Tensor | MutableMapping[str, Any]
+"""What a network takes: ``[n, ...]``, or a mapping of tensors and anything else."""
+Batch = tuple[Inputs, Tensor]
+"""Inputs and targets of some data."""
+
+
+def size_of(x: Inputs, key: str = "input_ids") -> int:
+    """Number of data in the inputs.
+
+    Args:
+        x: A tensor ``[n, ...]``, or a mapping of tensors.
+        key: The entry of a mapping whose rows are counted; the first tensor if it is missing.
+
+    Returns:
+        n.
+
+    Raises:
+        ValueError: If a mapping holds no tensor.
+
+    Example:
+        >>> size_of({"mask": torch.ones(1), "input_ids": torch.zeros(3, 7)})
+        3
+    """
+    if isinstance(x, Tensor):
+        return len(x)
+    if isinstance(x.get(key), Tensor):
+        return len(x[key])
+    for value in x.values():
+        if isinstance(value, Tensor) and value.ndim:
+            return len(value)
+    raise ValueError(
+        f"Expected a mapping with at least one tensor, got the keys {sorted(map(str, x))} without "
+        "any. Remedy: let the loader's `collate_fn` make tensors."
+    )
+
+
+def take(x: Inputs, rows: slice | Tensor, key: str = "input_ids") -> Inputs:
+    """Some of the data; of a mapping, those rows of every tensor with one row per datum.
+
+    Args:
+        x: A tensor ``[n, ...]``, or a mapping of tensors.
+        rows: Which data.
+        key: See :func:`size_of`.
+
+    Returns:
+        Inputs in the form of ``x``.
+
+    Example:
+        >>> take({"input_ids": torch.arange(4), "scale": 2.0}, slice(1, 3))
+        {'input_ids': tensor([1, 2]), 'scale': 2.0}
+    """
+    if isinstance(x, Tensor):
+        return x[rows]
+    n, part = size_of(x, key), copy.copy(x)
+    for name, value in x.items():
+        if isinstance(value, Tensor) and value.ndim > 0 and len(value) == n:
+            part[name] = value[rows]
+    return part
+
+
+def concatenate(parts: Sequence[Inputs]) -> Inputs:
+    """Put inputs of several data together.
+
+    Args:
+        parts: Tensors, or mappings of tensors with one row per datum.
+
+    Returns:
+        A tensor, or a mapping like the first one.
+
+    Example:
+        >>> concatenate([torch.zeros(1, 2), torch.ones(2, 2)]).shape
+        torch.Size([3, 2])
+    """
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    whole = copy.copy(first)
+    for name, value in first.items():
+        if isinstance(value, Tensor) and value.ndim:
+            whole[name] = torch.cat([part[name] for part in parts])
+    return whole
+
+
+def map_tensors(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to a tensor, or to every tensor of a mapping; the mapping is copied.
+
+    Args:
+        x: A tensor, a mapping, or anything else, which stays as it is.
+        change: What happens to tensors.
+
+    Returns:
+        Inputs in the form of ``x``.
+
+    Example:
+        >>> map_tensors({"x": torch.ones(1), "name": "a"}, torch.neg)
+        {'x': tensor([-1.]), 'name': 'a'}
+    """
+    if isinstance(x, Tensor):
+        return change(x)
+    if isinstance(x, MutableMapping):
+        changed = copy.copy(x)
+        for key in x:
+            changed[key] = map_tensors(x[key], change)
+        return changed
+    return x
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Floating point type in which sums of squares are formed: at least single precision.
+
+    Args:
+        dtype: Type of the activations or gradients.
+
+    Returns:
+        ``torch.float32`` for half-precision types, ``dtype`` itself otherwise.
+
+    Example:
+        >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.float64)
+        (torch.float32, torch.float64)
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
+def widen(x: Any) -> Any:
+    """Cast half-precision tensors to float32, also inside a mapping.
+
+    Args:
+        x: A tensor, a mapping, or anything else.
+
+    Returns:
+        The same with no half-precision tensor in it.
+
+    Example:
+        >>> widen(torch.ones(1).half()).dtype, widen(torch.ones(1, dtype=torch.long)).dtype
+        (torch.float32, torch.int64)
+    """
+    return map_tensors(x, lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t)

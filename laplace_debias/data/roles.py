@@ -1,0 +1,185 @@
+"""Which data stand for the training set, in which role, and how many N they stand for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, SequentialSampler
+
+from laplace_debias.data.inputs import Batch
+from laplace_debias.data.reading import read
+
+__all__ = ["CURVATURES", "DIRECTIONS", "TrainingData", "training_size", "warn_if_sequential"]
+
+DIRECTIONS = "directions"
+"""Role of the data whose factors' eigenvectors are kept."""
+CURVATURES = "curvatures"
+"""Role of the data that measure the curvature along these eigenvectors."""
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The loaders of a fit, and how to read them.
+
+    Attributes:
+        loader: A loader, any iterable of mini-batches, or one mini-batch.
+        curvature_loader: The same for the curvatures alone, or ``None``.
+        n_data: Number N of training data that they stand for.
+        device: Where the network is.
+        key_x: Key of the inputs in mini-batches that are mappings.
+        key_y: Key of the targets in them.
+        cast: Changes the type of inputs and targets, if need be.
+    """
+
+    loader: Any
+    curvature_loader: Any
+    n_data: int
+    device: torch.device
+    key_x: str = "input_ids"
+    key_y: str = "labels"
+    cast: Callable[[Any], Any] | None = None
+
+    def read(
+        self, batches: Iterable[Any] | None = None, name: str = "train_loader"
+    ) -> Iterator[Batch]:
+        """Inputs and targets of mini-batches on the device, checked; by default the loader's."""
+        batches = self.loader if batches is None else batches
+        for X, y in read(batches, self.device, self.key_y, name=name):
+            yield (X, y) if self.cast is None else (self.cast(X), self.cast(y))
+
+    def in_roles(self) -> Iterator[tuple[str, Batch]]:
+        """Hand out mini-batches with their roles, lazily.
+
+        With one loader its first mini-batch gives the directions and its second the curvatures,
+        from one pass, so that they share no datum. With two loaders, all of the first gives the
+        directions and all of the second the curvatures.
+
+        Yields:
+            Pairs of role and mini-batch.
+
+        Raises:
+            ValueError: If a loader is empty, or the only one has fewer than two mini-batches.
+
+        Example:
+            >>> batches = [(torch.zeros(2, 1), torch.zeros(2)) for _ in range(3)]
+            >>> data = TrainingData(batches, None, 6, torch.device("cpu"))
+            >>> [role for role, _ in data.in_roles()]
+            ['directions', 'curvatures']
+        """
+        if self.curvature_loader is not None:
+            if self.curvature_loader is self.loader:
+                warnings.warn(
+                    "The same loader serves directions and curvatures, so the curvatures are "
+                    "measured on the very data that chose the directions: this is plain K-FAC, not "
+                    "debiased. Pass a loader over other data as `curvature_loader`.",
+                    stacklevel=4,
+                )
+            yield from ((DIRECTIONS, batch) for batch in self.read())
+            second = self.read(self.curvature_loader, "curvature_loader")
+            yield from ((CURVATURES, batch) for batch in second)
+            return
+        warn_if_sequential(self.loader)
+        batches = self.read()
+        for count, role in enumerate((DIRECTIONS, CURVATURES)):
+            batch = next(batches, None)
+            if batch is None:
+                raise ValueError(
+                    "Expected a loader with at least two mini-batches (the first for the "
+                    f"directions, the second for the curvatures), got {count}. Remedy: use a "
+                    "smaller `batch_size`, or pass a second loader as `curvature_loader`."
+                )
+            yield role, batch
+
+    def check_seen(self, counts: dict[str, int], *, disjoint: bool) -> None:
+        """Raise if more data were seen than there are training data.
+
+        Args:
+            counts: Numbers of data by role.
+            disjoint: Whether the roles are known to share no datum.
+
+        Raises:
+            ValueError: If the roles hold more data (together if disjoint, else one of them) than N.
+
+        Example:
+            >>> data = TrainingData([], None, 6, torch.device("cpu"))
+            >>> data.check_seen({"directions": 6}, disjoint=True)
+        """
+        seen = sum(counts.values()) if disjoint else max(counts.values())
+        if seen > self.n_data:
+            raise ValueError(
+                f"Expected `n_data` of at least {seen}, the number of data seen ({counts}), got "
+                f"{self.n_data}. Remedy: pass the number of data in the whole training set as "
+                "`n_data`."
+            )
+
+
+def warn_if_sequential(loader: Iterable[Any]) -> None:
+    """Warn about a loader that reads its data in order, where only its first ones are used.
+
+    Args:
+        loader: A loader, or any iterable.
+
+    Example:
+        >>> warn_if_sequential([])
+    """
+    if isinstance(getattr(loader, "sampler", None), SequentialSampler):
+        warnings.warn(
+            "The loader reads its data in order (SequentialSampler), and only its first "
+            "mini-batches are used: on sorted data they do not represent the training set. Build "
+            "it with `DataLoader(..., shuffle=True)`.",
+            stacklevel=5,
+        )
+
+
+def training_size(
+    train_loader: Iterable[Any], curvature_loader: Iterable[Any] | None, n_data: int | None
+) -> int:
+    """Number N of training data that the mini-batches stand for.
+
+    Args:
+        train_loader: Loader of the directions.
+        curvature_loader: Loader of the curvatures, or ``None``.
+        n_data: N as the user gave it, or ``None`` for ``len(train_loader.dataset)``.
+
+    Returns:
+        N.
+
+    Raises:
+        ValueError: If N is not given and cannot be read off, or is not a positive whole number.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> training_size(DataLoader(range(10), batch_size=2), None, None)
+        10
+    """
+    if n_data is not None:
+        if isinstance(n_data, bool) or int(n_data) != n_data or n_data < 1:
+            raise ValueError(
+                f"Expected `n_data` to be a positive whole number, got {n_data!r}. Remedy: pass "
+                "the number of training data."
+            )
+        return int(n_data)
+    remedy = "Remedy: pass the number of training data as `n_data`."
+    dataset = getattr(train_loader, "dataset", None)
+    if curvature_loader is not None and getattr(curvature_loader, "dataset", None) is not dataset:
+        raise ValueError(
+            "Expected `n_data`, because the two loaders read different datasets and neither need "
+            f"be the whole training set; got `n_data=None`. {remedy}"
+        )
+    try:
+        return len(dataset)
+    except TypeError:
+        if isinstance(train_loader, Dataset):
+            raise ValueError(
+                f"Expected a loader of mini-batches, got the dataset {type(train_loader).__name__} "
+                "itself. Remedy: `DataLoader(dataset, batch_size=..., shuffle=True)`."
+            ) from None
+        kind = "no `.dataset`" if dataset is None else f"a {type(dataset).__name__} without length"
+        raise ValueError(
+            f"Expected a loader whose dataset has a length, or `n_data`; got {kind} and "
+            f"`n_data=None`. {remedy}"
+        ) from None

@@ -1,0 +1,183 @@
+r"""The two methods that take data as they come: one mini-batch for both roles, or one for each.
+
+Both roles are scaled to N data, :math:`K_1 = U \Lambda U^\top` is decomposed in float64, and with
+data of their own for the curvatures the eigenvalues are :math:`\mathrm{diag}(U^\top K_2 U)`, factor
+by factor: the paper's method. Without, they are :math:`\Lambda`: the plain K-FAC of these data, and
+with all data the full batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from laplace_debias.data.inputs import Batch, Inputs
+from laplace_debias.data.roles import CURVATURES, DIRECTIONS, TrainingData
+from laplace_debias.debias.spectrum import FitResult, decompose, rebuild, reevaluate
+from laplace_debias.kfac.engine import FitCost
+from laplace_debias.kfac.factors import Factors, merge
+
+__all__ = ["FactorEngine", "fit_factors", "fit_single", "fit_two_batch"]
+
+
+class FactorEngine(Protocol):
+    """What turns a mini-batch into factors: the engine, or one of laplace-torch's backends."""
+
+    cost: FitCost
+
+    def factors(self, X: Inputs, y: Tensor) -> Factors:
+        """Factors of one mini-batch."""
+        ...
+
+
+def fit_single(
+    engine: FactorEngine,
+    data: TrainingData,
+    *,
+    past: FitResult | None = None,
+    progress_bar: bool = False,
+) -> FitResult:
+    """Fit on all data of the loader, which give directions and curvatures alike.
+
+    Args:
+        engine: Makes factors of mini-batches.
+        data: The loader and N.
+        past: An earlier fit to add to.
+        progress_bar: Whether to show one, advanced by mini-batches.
+
+    Returns:
+        The fit.
+
+    Raises:
+        ValueError: If the loader is empty, or holds more than N data.
+
+    Example:
+        >>> import torch
+        >>> from laplace_debias.kfac.engine import Engine
+        >>> engine = Engine(torch.nn.Linear(2, 3), "classification")
+        >>> batch = (torch.randn(8, 2), torch.arange(8) % 3)
+        >>> fit = fit_single(engine, TrainingData(batch, None, 100, torch.device("cpu")))
+        >>> fit.n_data, fit.lam is fit.lam_tilde
+        (100, True)
+    """
+    batches = ((DIRECTIONS, batch) for batch in data.read())
+    roles = _accumulate(engine, batches, progress_bar)
+    data.check_seen({role: total.n for role, total in roles.items()}, disjoint=True)
+    with engine.cost.stage("decompositions"):
+        return fit_factors(roles[DIRECTIONS], None, data.n_data, past)
+
+
+def fit_two_batch(
+    engine: FactorEngine,
+    data: TrainingData,
+    *,
+    past: FitResult | None = None,
+    progress_bar: bool = False,
+) -> FitResult:
+    """Fit with directions from some data and curvatures from others: the paper's method.
+
+    Args:
+        engine: Makes factors of mini-batches.
+        data: One or two loaders and N, see :meth:`TrainingData.in_roles`.
+        past: An earlier fit to add to.
+        progress_bar: Whether to show one, advanced by mini-batches.
+
+    Returns:
+        The fit.
+
+    Raises:
+        ValueError: If there are too few mini-batches, or more than N data.
+
+    Example:
+        >>> import torch
+        >>> from laplace_debias.kfac.engine import Engine
+        >>> engine = Engine(torch.nn.Linear(2, 3), "classification")
+        >>> batches = [(torch.randn(8, 2), torch.arange(8) % 3) for _ in range(2)]
+        >>> fit = fit_two_batch(engine, TrainingData(batches, None, 100, torch.device("cpu")))
+        >>> [len(values) for values in fit.lam_tilde[0]]
+        [3, 2]
+    """
+    roles = _accumulate(engine, data.in_roles(), progress_bar)
+    counts = {role: total.n for role, total in roles.items()}
+    data.check_seen(counts, disjoint=data.curvature_loader is None)
+    with engine.cost.stage("decompositions"):
+        return fit_factors(roles[DIRECTIONS], roles[CURVATURES], data.n_data, past)
+
+
+def fit_factors(
+    directions: Factors,
+    curvatures: Factors | None,
+    n_data: int,
+    past: FitResult | None = None,
+) -> FitResult:
+    r"""Scale both roles to N data, decompose the directions, re-evaluate along them.
+
+    .. math:: \tilde\lambda = \mathrm{diag}(U^\top K_2 U), \qquad K_1 = U \Lambda U^\top,
+
+    factor by factor, with :math:`K_1, K_2` the blocks of both roles times N / M. Data of an earlier
+    fit that stood for N' are merged into their role first. The loss is that of all data seen,
+    ``N (loss_1 + loss_2) / (M_1 + M_2)``.
+
+    Args:
+        directions: Factors of the directions' data.
+        curvatures: Factors of the curvatures' data, ``None`` if nothing is to be re-evaluated.
+        n_data: Number N of training data that each role stands for.
+        past: An earlier fit to add to.
+
+    Returns:
+        The fit, eigenvectors in the factors' dtype and eigenvalues in float64.
+
+    Example:
+        >>> import torch
+        >>> D = torch.diag(torch.tensor([1.0, 3.0]))
+        >>> one, two = (
+        ...     Factors.from_blocks(["bias"], [[B]], 1, 2, torch.tensor(0.5))
+        ...     for B in (torch.eye(2), D)
+        ... )
+        >>> fit_factors(one, two, n_data=10).lam_tilde[0][0].tolist()
+        [10.0, 30.0]
+    """
+    seen = [directions] if curvatures is None else [directions, curvatures]
+    K_1 = directions.scaled_to(n_data)
+    K_2 = [] if curvatures is None else curvatures.scaled_to(n_data)
+    loss = _summed(role.loss for role in seen) * (n_data / sum(role.n for role in seen))
+    total = n_data
+    if past is not None:
+        K_1 = merge(rebuild(past.Q, past.lam), past.n_data, K_1, n_data)
+        K_2 = merge(past.curvatures, past.n_data, K_2, n_data)
+        loss, total = loss + past.loss, n_data + past.n_data
+    dtype = directions.blocks[0][0].dtype
+    Q, lam = decompose(K_1, directions.names)
+    lam_tilde = reevaluate(Q, K_2, directions.names) if K_2 else lam
+    return FitResult(
+        [[Q_f.to(dtype) for Q_f in block] for block in Q],
+        lam,
+        lam_tilde,
+        [[factor.to(dtype) for factor in block] for block in K_2],
+        loss,
+        total,
+        directions.n_outputs,
+    )
+
+
+def _accumulate(
+    engine: FactorEngine, batches: Iterable[tuple[str, Batch]], progress_bar: bool
+) -> dict[str, Factors]:
+    """Factors of every role, added up over its mini-batches."""
+    roles: dict[str, Factors] = {}
+    with tqdm(disable=not progress_bar, unit="batch") as bar:
+        for role, (X, y) in batches:
+            bar.set_description(f"[K-FAC: {role}]")
+            new = engine.factors(X, y)
+            roles[role] = roles[role] + new if role in roles else new
+            bar.update()
+    return roles
+
+
+def _summed(losses: Iterable[Tensor | None]) -> Tensor:
+    """Sum of the losses of all roles; every one was computed with targets."""
+    found = [loss for loss in losses if loss is not None]
+    return sum(found[1:], found[0])

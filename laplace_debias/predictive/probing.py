@@ -1,0 +1,103 @@
+"""Run a model once and take layer inputs and per-class output gradients from it.
+
+A parameter tensor can be taken apart when every use of it in the graph is a call of an ordinary
+``nn.Linear`` or ``nn.Conv2d`` that owns it, and when every such call keeps the data apart along
+one dimension. Both are checked, not assumed: uses are counted in the autograd graph, and the
+dimension of the data is found by comparing a run of one datum with a run of two.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.data.inputs import Inputs, size_of, take
+from laplace_debias.network.recorder import LayerCall, Recorder, check_outputs, count_uses
+
+__all__ = ["Capture", "data_dims", "per_datum_jacobians", "run"]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What one run of the model leaves behind.
+
+    Attributes:
+        f: Model outputs ``[n, C]``, attached to the graph.
+        calls: The calls of every recorded layer, in order.
+        uses: How often the graph uses each parameter, by ``id``.
+    """
+
+    f: Tensor
+    calls: dict[nn.Module, list[LayerCall]]
+    uses: Counter[int]
+
+
+def run(model: nn.Module, x: Inputs, modules: list[nn.Module], keep_graph: bool = False) -> Capture:
+    """Run the model and record the calls of the given layers.
+
+    Args:
+        model: The model, in evaluation mode with gradients on.
+        x: A tensor or a mapping of tensors.
+        modules: The layers to record.
+        keep_graph: Keep the layer inputs attached, to differentiate through them.
+
+    Returns:
+        Outputs, calls and uses.
+
+    Raises:
+        ValueError: If the model's output is not ``[n, C]``.
+
+    Example:
+        >>> net = nn.Linear(2, 3)
+        >>> capture = run(net, torch.ones(4, 2), [net])
+        >>> len(capture.calls[net]), capture.uses[id(net.weight)]
+        (1, 1)
+    """
+    recorder = Recorder(modules, keep_inputs=True, keep_graph=keep_graph)
+    with recorder.recording():
+        f = check_outputs(model(x))
+    return Capture(f, recorder.calls, count_uses(f))
+
+
+def data_dims(
+    model: nn.Module, x: Inputs, modules: list[nn.Module], key: str
+) -> dict[nn.Module, list[int | None]]:
+    """Find the dimension that runs over the data, for every call of every layer.
+
+    A run of one datum is compared with a run of two: the dimension is the one that grows from
+    1 to 2. ``None`` where there is no such dimension (data merged with positions, or inputs that
+    do not depend on the data).
+    """
+    one = run(model, take(x, slice(0, 1), key), modules).calls
+    two = run(model, take(x, slice(0, 2), key), modules).calls
+    dims: dict[nn.Module, list[int | None]] = {}
+    for module in modules:
+        dims[module] = []
+        for p, q in zip(one[module], two[module], strict=False):
+            sizes = list(zip(p.a.shape, q.a.shape, strict=False))
+            grown = [i for i, (u, v) in enumerate(sizes) if u != v]
+            single = p.a.ndim == q.a.ndim and [sizes[i] for i in grown] == [(1, 2)]
+            dims[module].append(grown[0] if single else None)
+    return dims
+
+
+def per_datum_jacobians(
+    model: nn.Module, x: Inputs, params: list[nn.Parameter], key: str, keep_graph: bool = False
+) -> list[Tensor]:
+    """Return exact Jacobians ``[n, C, D]`` of some parameters, one datum and output at a time.
+
+    The slow way that works for anything autograd can differentiate.
+    """
+    rows: list[list[Tensor]] = [[] for _ in params]
+    for i in range(size_of(x, key)):
+        f = model(take(x, slice(i, i + 1), key)).reshape(-1)
+        for c in range(len(f)):
+            grads = torch.autograd.grad(
+                f[c], params, retain_graph=True, create_graph=keep_graph, allow_unused=True
+            )
+            for row, g, p in zip(rows, grads, params, strict=True):
+                row.append((torch.zeros_like(p) if g is None else g).flatten())
+    return [torch.stack(row).unflatten(0, (-1, len(f))) for row in rows]
