@@ -1,5 +1,6 @@
 """Finished pieces of long runs, what they are recognised by, and results as files."""
 
+from laplace_debias.storage.atomic import write_atomically
 from laplace_debias.storage.cells import CellStore
 from laplace_debias.storage.data_digest import data_hash
 from laplace_debias.storage.fingerprints import fingerprint, loss_hash, model_hash, tensors_hash
@@ -13,4 +14,5 @@ __all__ = [
     "loss_hash",
     "model_hash",
     "tensors_hash",
+    "write_atomically",
 ]

@@ -143,9 +143,11 @@ def _digest(batches: Iterable[Any], name: str) -> tuple[int, str]:
 @contextmanager
 def _randomness_kept(data: Any) -> Iterator[None]:
     """Leave the global random states, and the generators of a loader, as they were."""
-    batch_sampler = getattr(data, "batch_sampler", None)
-    owners = [data, getattr(data, "dataset", None), getattr(data, "sampler", None), batch_sampler]
-    owners.append(getattr(batch_sampler, "sampler", None))
+    owners, wrapped = [], data
+    while wrapped is not None:  # a loader, its dataset, the dataset of which that is a subset
+        owners += [wrapped, getattr(wrapped, "batch_sampler", None)]
+        wrapped = getattr(wrapped, "dataset", None)
+    owners += [getattr(owner, "sampler", None) for owner in owners]
     generators = {
         id(value): value
         for owner in owners

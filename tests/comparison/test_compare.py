@@ -366,7 +366,7 @@ def test_batch_sizes_and_shuffling_do_not_matter_to_finished_cells(problem, tmp_
     model, train, test, _ = problem
     before = run(problem, folder=tmp_path, **SMALL)
     monkeypatch.setattr(compare_module, "evaluate_sets", never)
-    shuffled = DataLoader(train.dataset, batch_size=9, shuffle=True)
+    shuffled = DataLoader(train.dataset, batch_size=9, shuffle=True, drop_last=True)
     larger = DataLoader(test.dataset, batch_size=40)
     assert run((model, shuffled, larger, None), folder=tmp_path, **SMALL) == before
 
