@@ -174,7 +174,7 @@ def training_size(
             )
         return int(n_data)
     remedy = "Remedy: pass the number of training data as `n_data`."
-    dataset = getattr(train_loader, "dataset", None)
+    dataset: Any = getattr(train_loader, "dataset", None)
     if curvature_loader is not None and getattr(curvature_loader, "dataset", None) is not dataset:
         raise ValueError(
             "Expected `n_data`, because the two loaders read different datasets and neither need "
