@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from laplace_debias.kfac.input_factors import input_factors
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,7 +28,6 @@ from examples.networks import make_model
 from laplace_debias import Laplace
 from laplace_debias.kfac.engine import kfac_factors
 from laplace_debias.kfac.factors import decompose, reevaluate
-from laplace_debias.kfac.input_factors import input_factors
 
 
 # %% What is timed

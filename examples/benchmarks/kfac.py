@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 from laplace.curvature.asdl import AsdlGGN
 from laplace.curvature.curvlinops import CurvlinopsGGN
+from laplace_debias.kfac.input_factors import input_factors
 from torch import Tensor, nn
 
 from examples.networks import all_cnn_c, resnet20, strided_cnn
 from laplace_debias.kfac.backend import HookGGN
-from laplace_debias.kfac.input_factors import input_factors
 
 warnings.filterwarnings("ignore", message=".*(BatchNorm unsupported|non-full backward hook).*")
 

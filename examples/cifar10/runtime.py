@@ -18,13 +18,13 @@ from statistics import fmean, stdev
 from time import perf_counter
 
 import torch
+from laplace_debias.debias.fitting import Fitted
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from examples.cifar10.data import Split, load_cifar
 from examples.cifar10.laplace_experiment import DTYPES, load_model
 from examples.cifar10.reference import factors_of
-from laplace_debias.debias.fitting import Fitted
 from laplace_debias.kfac.factors import decompose, reevaluate, rescale
 
 STAGES = ("construct", "decompose", "debias", "sample")

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from laplace import KronLaplace
 from laplace.utils import KronDecomposed
+from laplace_debias.kfac.input_factors import InputFactors, input_factors
 from torch import Tensor
 from tqdm import tqdm
 
@@ -30,7 +31,6 @@ from laplace_debias.evaluation.sweep import sweep_prior_precision
 from laplace_debias.kfac.backend import HookGGN
 from laplace_debias.kfac.engine import KFACFactors, kfac_factors
 from laplace_debias.kfac.factors import eigh_float64
-from laplace_debias.kfac.input_factors import InputFactors, input_factors
 from laplace_debias.storage.cells import CellStore
 
 Curves = dict[str, list[float]]

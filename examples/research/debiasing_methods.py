@@ -41,6 +41,7 @@ from pathlib import Path
 
 import torch
 from laplace.utils import KronDecomposed
+from laplace_debias.kfac.input_factors import InputFactors
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -64,7 +65,6 @@ from laplace_debias.debias.sampling import (
     curvature_scores,
     draw_weighted,
 )
-from laplace_debias.kfac.input_factors import InputFactors
 from laplace_debias.network.loss import mean_loss_hessian
 from laplace_debias.storage.cells import CellStore
 
