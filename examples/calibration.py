@@ -3,9 +3,9 @@
 
 A small network is trained on scikit-learn's handwritten digits (real data that come with
 scikit-learn; nothing is downloaded). Its Laplace approximation is then fitted four ways: not at all
-(vanilla), on one mini-batch (biased), on two half-size mini-batches (debiased), and on all training
-data. The debiased one should follow the full-batch one more closely than the single-batch one does,
-at every budget of data.
+(plain), on one mini-batch (single), on two half-size mini-batches (two-batch), and on all training
+data. The two-batch one should follow the full-batch one more closely than the single one does, at
+every budget of data.
 
     python -m examples.calibration            # a minute or two; figures go to outputs/
     python -m examples.calibration --small    # a few seconds, for a first look
@@ -89,7 +89,7 @@ def train_network(data: TensorDataset, epochs: int, seed: int = 0) -> nn.Sequent
 
 
 # %% [markdown]
-# The comparison: budgets of 32 to 256 data out of 1,198; the debiased method spends half on the
+# The comparison: budgets of 32 to 256 data out of 1,198; the two-batch method spends half on the
 # directions and half on the curvatures. *Gap* is the mean distance from the full-batch curve over
 # draws and prior precisions; a *gap ratio* below 1 says that debiasing helped.
 
@@ -116,7 +116,7 @@ def run(small: bool, out: Path, progress_bar: bool = False) -> ComparisonResult:
         n_draws=2 if small else 10,
         progress_bar=progress_bar,
     )
-    print("\nDistance from the full-batch approximation, and debiased / single:")
+    print("\nDistance from the full-batch approximation, and two-batch / single:")
     print(result.table(["accuracy", "nll", "ece", "corrupted_nll", "corrupted_auroc"]))
     ratios = result.gap_ratio("nll")
     text = ", ".join(f"{ratio:.2f} at {budget}" for budget, ratio in ratios.items())

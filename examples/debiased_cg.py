@@ -14,6 +14,8 @@ Runs that are done and the picture are kept in ``outputs/``.
 """
 
 import argparse
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -23,7 +25,7 @@ from torch import nn
 from examples.quadratic_problems import add_problem_flags, load_problem
 from laplace_debias.quadratics import Quadratic, cg, debiased_cg, partition
 from laplace_debias.quadratics.trajectory import TrajectoryMetrics, evaluate_trajectory
-from laplace_debias.storage.studies import Study, fingerprint
+from laplace_debias.storage import CellStore
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -61,12 +63,10 @@ def debiased_run(problem, batch, iterations, options):
 # ## All runs
 # Five draws at every batch size, and once with all data: plain, and debiased by halves.
 def all_runs(problem, args, path, options):
-    """Return the runs by batch size and method; finished ones are kept in a file."""
+    """Return the runs by batch size and method; finished ones are kept in a folder."""
     settings = {"iterations": args.iterations, **options}
-    study = Study(
-        path / "runs.npz",
-        fingerprint([problem.model], [problem.train, problem.test], settings),
-    )
+    data = {"train": problem.train, "test": problem.test}
+    study = CellStore.for_run(path / "runs", problem.model, data, loss=LOSS, options=settings)
     methods = {"single": single_run, "debiased": debiased_run}
     runs = {}
     for size in [*args.batch_sizes, len(problem.train[1])]:
@@ -76,23 +76,11 @@ def all_runs(problem, args, path, options):
             generator = torch.Generator().manual_seed(draw)
             batch = partition(problem.train, size, generator=generator, num_batches=1)[0]
             for name, method in methods.items():
-                part = f"{name} {size} {draw}"
-                if part not in study:
-                    pair = method(problem, batch, args.iterations, options)
-                    study.add(
-                        part,
-                        {
-                            f"{split}-{metric}": getattr(metrics, metric)
-                            for split, metrics in zip(("train", "test"), pair, strict=True)
-                            for metric in ("loss", "accuracy")
-                        },
-                    )
-                runs[size][name].append(
-                    tuple(
-                        TrajectoryMetrics(study[part][f"{s}-loss"], study[part][f"{s}-accuracy"])
-                        for s in ("train", "test")
-                    )
+                measure = partial(method, problem, batch, args.iterations, options)
+                pair = study.get(
+                    f"{name} {size} {draw}", lambda run=measure: list(map(asdict, run()))
                 )
+                runs[size][name].append(tuple(TrajectoryMetrics(**metrics) for metrics in pair))
     return runs
 
 

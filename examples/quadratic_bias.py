@@ -73,7 +73,7 @@ def slopes_and_curvatures(problem, batches, k, path, options):
             directions=directions,
             k=k,
             chosen=(0, 1, 2),
-            path=path / f"bias-{directions}.npz",
+            folder=path / f"bias-{directions}",
             **options,
         )
         bias = results[directions]
@@ -93,7 +93,7 @@ def slopes_and_curvatures(problem, batches, k, path, options):
 def misalignment(problem, batches, k, path, options):
     """Compare the top eigenspaces of three mini-batches."""
     overlaps = overlap_study(
-        problem.model, LOSS, batches[:3], k=k, path=path / "overlaps.npz", **options
+        problem.model, LOSS, batches[:3], k=k, folder=path / "overlaps", **options
     )
     alignment = overlaps.alignment()
     print(f"weight within another mini-batch's top-{k} space: {alignment[0, 1]:.2f} (own: 1)")
@@ -114,7 +114,7 @@ def dependence(problem, args, path, options):
         batch_sizes=args.kfac_sizes,
         k=args.k,
         max_batches=20,
-        path=path / "kfac.npz",
+        folder=path / "kfac",
         **{**options, "curvature": "kfac"},
     )
     ratios = [float((bias.same() / bias.full())[:, 0].mean()) for bias in kfac.results]
@@ -129,13 +129,13 @@ def dependence(problem, args, path, options):
         model, problem.train, l2=problem.l2, epochs=args.epochs, checkpoints=tuple(epochs)
     )
     training = bias_over_training(
-        model, states, LOSS, problem.train, path=path / "training.npz", **study
+        model, states, LOSS, problem.train, folder=path / "training", **study
     )
     models = {}
     for width in args.widths:
         models[str(width)] = digits_model(width)
         train(models[str(width)], problem.train, l2=problem.l2, epochs=args.epochs)
-    sizes = bias_by_model_size(models, LOSS, problem.train, path=path / "model_size.npz", **study)
+    sizes = bias_by_model_size(models, LOSS, problem.train, folder=path / "model_size", **study)
     for series in (training, sizes):
         medians = series.percentiles(percent=(50,)).mean((1, 2)).tolist()
         print(
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> None:
         batch_sizes=args.report_sizes,
         k=args.k,
         draws=args.draws,
-        path=path / "report.npz",
+        folder=path / "report",
         **options,
     )
     print(report.table())

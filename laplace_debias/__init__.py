@@ -1,6 +1,7 @@
 """Debiased K-FAC Laplace approximations from mini-batches, for laplace-torch."""
 
 from laplace_debias.comparison.compare import compare
+from laplace_debias.comparison.options import CustomMethod, Prediction, Reference, Work
 from laplace_debias.comparison.result import ComparisonResult
 from laplace_debias.debias.bias import CurvatureBias, LayerBias
 from laplace_debias.debias.options import CrossfitOptions
@@ -42,6 +43,10 @@ __all__ = [
     "EvaluationError",
     "compare",
     "ComparisonResult",
+    "CustomMethod",
+    "Prediction",
+    "Reference",
+    "Work",
     # diagnosis
     "CurvatureBias",
     "LayerBias",

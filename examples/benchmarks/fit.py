@@ -19,15 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from laplace_debias.kfac.input_factors import input_factors
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.benchmarks.kfac import best_times
 from examples.networks import make_model
 from laplace_debias import Laplace
+from laplace_debias.debias.spectrum import decompose, reevaluate
 from laplace_debias.kfac.engine import kfac_factors
-from laplace_debias.kfac.factors import decompose, reevaluate
 
 
 # %% What is timed
@@ -52,7 +51,7 @@ def fits(model: nn.Module, data: TensorDataset, M: int) -> dict[str, Callable[[]
 def debiasing_seconds(model: nn.Module, data: TensorDataset, M: int) -> float:
     """The debiasing step alone: re-evaluation along the first mini-batch's eigenvectors."""
     X, y = data[: M // 2]
-    blocks = [list(b) for b in kfac_factors(model, X, y, likelihood="classification").blocks]
+    blocks = kfac_factors(model, X, y, likelihood="classification").blocks
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     Q, _ = decompose(blocks, names)
     start = time.perf_counter()
@@ -81,7 +80,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     passes = best_times(
         {
             "forward": no_grad(lambda: model(x)),
-            "inputs": lambda: input_factors(model, x),
+            "inputs": lambda: kfac_factors(model, x, likelihood="classification", outputs=False),
             "outputs": lambda: kfac_factors(model, x, y, likelihood="classification", inputs=False),
             "both": lambda: kfac_factors(model, x, y, likelihood="classification"),
         },

@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 from laplace.curvature.asdl import AsdlGGN
 from laplace.curvature.curvlinops import CurvlinopsGGN
-from laplace_debias.kfac.input_factors import input_factors
 from torch import Tensor, nn
 
 from examples.networks import all_cnn_c, resnet20, strided_cnn
 from laplace_debias.kfac.backend import HookGGN
+from laplace_debias.kfac.engine import kfac_factors
 
 warnings.filterwarnings("ignore", message=".*(BatchNorm unsupported|non-full backward hook).*")
 
@@ -59,7 +59,7 @@ def contenders(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Callable[[],
         own = backend(copy.deepcopy(model), "classification")
         runs[name] = lambda own=own: own.kron(x, y, N=len(y))
     plain = copy.deepcopy(model)
-    runs["inputs only"] = lambda: input_factors(plain, x)
+    runs["inputs only"] = lambda: kfac_factors(plain, x, likelihood="classification", outputs=False)
     runs["C backward passes"] = lambda: backward_passes(plain, x)
 
     def forward() -> Tensor:

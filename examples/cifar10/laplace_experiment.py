@@ -5,7 +5,7 @@
     python -m examples.cifar10.laplace_experiment --out OUT --redraw            # from OUT's cells
 
 A trained network (`train.py`) gets K-FAC Laplace approximations from single mini-batches of 64, 256
-and 1024 images, from two of half the size (debiased), and from all 40,000 training images, at 14
+and 1024 images, from two of half the size (two-batch), and from all 40,000 training images, at 14
 prior precisions and for five draws. Each is evaluated on test images, on training images and on
 corrupted test images of five severities. Weights are uncertain, biases are not; factors and their
 decomposition are in float64, predictions in float32.
@@ -16,12 +16,13 @@ goes on after an interruption. Several processes may share the work: start some 
 default OUT/cache) receives what is large: the factors of the reference, and the corrupted images.
 
 The paper computed its factors with BackPACK, whose blocks of convolutions are on another scale than
-K-FAC-expand, used here: the beta axis of its figure is not comparable with this one. Predictions
-are those of the linearised network, whose samples (``--link mc``) use common random numbers.
+K-FAC-expand: ``--kfac-approx backpack`` with ``--fisher mc`` (its ``KFAC``: one label per image,
+drawn from the softmax) or ``--fisher exact`` (its ``KFLR``) are its own terms, and the beta axes of
+different factors are not comparable. Predictions are those of the linearised network, whose samples
+(``--link mc``) use common random numbers.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -32,14 +33,25 @@ from torch.utils.data import DataLoader
 from examples.cifar10.corruptions import SEVERITIES, make_corrupted, read_published
 from examples.cifar10.data import Cifar, Split, load_cifar
 from examples.cifar10.draws import NestedDraws
-from examples.cifar10.reference import reference_factors
+from examples.cifar10.reference import Curvature, reference_factors
 from examples.cifar10.train import save_atomically
 from examples.networks import make_model, weights_and_biases
-from laplace_debias.comparison.compare import Fit, compare
-from laplace_debias.comparison.result import ComparisonResult, ComparisonRow
+from laplace_debias.comparison import (
+    ComparisonResult,
+    ComparisonRow,
+    CustomMethod,
+    Prediction,
+    Reference,
+    Work,
+    compare,
+)
+from laplace_debias.comparison.options import Fit
+from laplace_debias.kfac.grams import KFAC_APPROXES
+from laplace_debias.network.loss import SAMPLERS
 from laplace_debias.posterior.factory import Laplace
 from laplace_debias.posterior.from_factors import fit_from_factors
 from laplace_debias.posterior.kron import DebiasedKronLaplace
+from laplace_debias.storage import CellStore
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 CROSSFIT = "crossfit-curvature"
@@ -77,16 +89,26 @@ def reference_posterior(
 ) -> DebiasedKronLaplace | None:
     """Fit the reference, as far as its file goes; ``None`` if it is not complete yet."""
     N = len(cifar.train)
+    kind = [args.factor_dtype, *args.curvature.settings.values()]
     factors = reference_factors(
         model,
         cifar.train,
         args.reference_size or N,
-        cache / f"reference_{args.factor_dtype}_seed{args.seed}.pt",
+        cache
+        / "_".join(
+            [
+                "reference",
+                args.factor_dtype,
+                *args.curvature.settings.values(),
+                f"seed{args.seed}.pt",
+            ]
+        ),
         dtype=DTYPES[args.factor_dtype],
         seed=args.seed,
         chunk=args.chunk,
         max_images=args.max_images,
         progress_bar=args.progress_bar,
+        curvature=args.curvature,
     )
     if factors.n < (args.reference_size or N):
         print(f"{factors.n} images of the reference are done; the same command goes on.")
@@ -138,9 +160,14 @@ def run(args: argparse.Namespace) -> ComparisonResult | None:
     }
     train_loader = DataLoader(cifar.train.to_dataset(), args.chunk)
     dtype = DTYPES[args.factor_dtype]
-    fits = NestedDraws(model, cifar.train, args.budgets, dtype, args.seed, args.chunk).fits
+    draws = NestedDraws(
+        model, cifar.train, args.budgets, dtype, args.seed, args.chunk, args.curvature
+    )
+    fits = draws.fits
     if args.crossfit:
         fits[CROSSFIT] = crossfit(model, train_loader, args.seed)
+    settings = {"factor_dtype": args.factor_dtype, **args.curvature.settings}
+    custom = [CustomMethod(name, fit, settings) for name, fit in fits.items()]
     return compare(
         model,
         train_loader,
@@ -148,17 +175,12 @@ def run(args: argparse.Namespace) -> ComparisonResult | None:
         ood_loader=loaders or None,
         budgets=args.budgets,
         n_draws=args.n_draws,
-        methods=("vanilla",) if args.draws else ("vanilla", "full"),
-        link_approx=args.link,
-        n_samples=args.n_samples,
-        reference=reference,
-        reference_size=args.reference_size,
-        fits=fits,
-        settings={"factor_dtype": args.factor_dtype},
-        n_shared=args.n_shared,
-        draws=args.draws,
+        methods=[*(("plain",) if args.draws else ("plain", "full")), *custom],
+        prediction=Prediction(link_approx=args.link, n_samples=args.n_samples),
+        reference=Reference(posterior=reference, size=args.reference_size),
         seed=args.seed,
         folder=args.out / "cells",
+        work=Work(draws=args.draws, n_shared=args.n_shared),
         progress_bar=args.progress_bar,
     )
 
@@ -168,12 +190,8 @@ def load_cells(folder: Path) -> ComparisonResult:
     path = folder / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"Expected {path}, got none. Remedy: run the experiment first.")
-    config = json.loads(path.read_text())
-    cells = [
-        [ComparisonRow(**row) for row in json.loads(file.read_text())["content"]]
-        for file in sorted(folder.glob("*.json"))
-        if file != path
-    ]
+    store = CellStore(folder)
+    cells = [[ComparisonRow(**row) for row in store[name]] for name in store]
     # a reference may have grown since an earlier run
     references = [cell for cell in cells if cell[0].method in ("full", "large-batch")]
     largest = max((cell[0].budget for cell in references), default=0)
@@ -184,8 +202,9 @@ def load_cells(folder: Path) -> ComparisonResult:
         )
     cells = [cell for cell in cells if cell not in references or cell[0].budget == largest]
     rows = [row for cell in cells for row in cell]
-    order = {name: i for i, name in enumerate(("vanilla", "single", "debiased"))}
+    order = {name: i for i, name in enumerate(("plain", "single", "two-batch"))}
     rows.sort(key=lambda row: (order.get(row.method, len(order)), row.budget, row.draw))
+    config = store.config["options"]
     return ComparisonResult(tuple(rows), config["n_data"], config)
 
 
@@ -198,7 +217,7 @@ def report(result: ComparisonResult) -> str:
     """The gap ratios per budget and set, and the test set's gaps, biases and spreads."""
     lines = [f"Reference: {result.reference}, {result.budgets(result.reference)[0]} images.", ""]
     lines += [result.table(["accuracy", "nll", "ece", "brier"]), ""]
-    known = ("vanilla", "single", "full", "large-batch")
+    known = ("plain", "single", "full", "large-batch")
     for method in (name for name in result.methods if name not in known):
         lines.append(f"Gap ratio {method} / single (below 1: nearer to the reference)")
         budgets = list(result.gap_ratio("nll", method))
@@ -253,6 +272,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--reference-size", type=int, help="fewer than all images: 'large-batch'")
     add("--max-images", type=int, help="stop the reference after so many more; go on later")
     add("--factor-dtype", choices=sorted(DTYPES), default="float64")
+    add("--kfac-approx", choices=KFAC_APPROXES, default="expand", help="the paper: backpack")
+    add("--fisher", choices=("exact", "mc"), default="exact", help="mc: one vector per image")
+    add("--sampler", choices=SAMPLERS, default="label", help="for --fisher mc")
     add("--link", choices=("probit", "mc"), default="probit")
     add("--n-samples", type=int, default=40, help="for --link mc")
     add("--crossfit", action="store_true", help="add the cross-fitted method")
@@ -263,6 +285,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if not args.redraw and (args.data is None or args.weights is None):
         parser.error("expected --data and --weights (or --redraw)")
     args.progress_bar = sys.stderr.isatty()
+    args.curvature = Curvature(args.kfac_approx, args.fisher, args.sampler, args.seed)
     return args
 
 

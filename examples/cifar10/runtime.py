@@ -18,14 +18,13 @@ from statistics import fmean, stdev
 from time import perf_counter
 
 import torch
-from laplace_debias.debias.fitting import Fitted
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from examples.cifar10.data import Split, load_cifar
 from examples.cifar10.laplace_experiment import DTYPES, load_model
 from examples.cifar10.reference import factors_of
-from laplace_debias.kfac.factors import decompose, reevaluate, rescale
+from laplace_debias.debias.spectrum import FitResult, decompose, reevaluate
 
 STAGES = ("construct", "decompose", "debias", "sample")
 Times = dict[str, dict[str, list[float]]]
@@ -66,15 +65,16 @@ def time_method(
         factors_of(computing, split, part, args.chunk) for part in rows.split(len(rows) // roles)
     ]
     seconds["construct"] = watch.read()
-    Q, lam = decompose(rescale(parts[0].blocks, N / parts[0].n), names)
+    Q, lam = decompose(parts[0].scaled_to(N), names)
     seconds["decompose"] = watch.read()
     if roles == 2:
-        lam = reevaluate(Q, rescale(parts[1].blocks, N / parts[1].n), names)
+        lam = reevaluate(Q, parts[1].scaled_to(N), names)
         seconds["debias"] = watch.read()
     theta = parameters_to_vector([p for p in model.parameters() if p.requires_grad]).detach()
     generator = torch.Generator().manual_seed(args.seed)
     eps = torch.randn(args.n_samples, len(theta), generator=generator)
-    posterior = Fitted(Q, lam, lam, []).decomposed(theta.dtype) + torch.tensor(0.01 * N)
+    fitted = FitResult(Q, lam, lam, [], torch.tensor(0.0), N, parts[0].n_outputs)
+    posterior = fitted.decomposed(theta.dtype) + torch.tensor(0.01 * N)
     samples = theta + posterior.bmm(eps, exponent=-0.5)  # [S, P]
     seconds["sample"] = watch.read()
     assert samples.isfinite().all()
@@ -94,7 +94,7 @@ def measure(args: argparse.Namespace) -> Times:
         )
     large = "full" if args.large_size == N else f"large-batch {args.large_size}"
     methods = {f"single {M}": (M, 1) for M in args.budgets}
-    methods |= {f"debiased 2 x {M // 2}": (M, 2) for M in args.budgets}
+    methods |= {f"two-batch 2 x {M // 2}": (M, 2) for M in args.budgets}
     methods[large] = (args.large_size, 1)
     times: Times = {name: {} for name in methods}
     for number in range(-1, args.n_runs):

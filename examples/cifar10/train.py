@@ -13,7 +13,6 @@ command again goes on where it stopped, and ends with the same weights as one th
 import argparse
 import json
 import logging
-import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from examples.cifar10.recipes import (
     short_recipe,
 )
 from examples.networks import make_model, weights_and_biases
+from laplace_debias.storage import write_atomically
 
 logger = logging.getLogger("cifar.train")
 
@@ -102,9 +102,7 @@ def measure(model: nn.Module, split: Split, batch_size: int = 500) -> tuple[floa
 
 def save_atomically(value: object, path: Path) -> None:
     """Write a checkpoint beside its place and move it there, so that no half file is ever read."""
-    partial = path.with_suffix(".partial")
-    torch.save(value, partial)
-    os.replace(partial, path)
+    write_atomically(path, lambda file: torch.save(value, file))
 
 
 def restore(out: Path, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> list:

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from laplace import KronLaplace
 from laplace.utils import KronDecomposed
-from laplace_debias.kfac.input_factors import InputFactors, input_factors
 from torch import Tensor
 from tqdm import tqdm
 
 from examples.classifiers import Problem
+from laplace_debias.debias.spectrum import eigh_float64
 from laplace_debias.evaluation.sweep import sweep_prior_precision
 from laplace_debias.kfac.backend import HookGGN
-from laplace_debias.kfac.engine import KFACFactors, kfac_factors
-from laplace_debias.kfac.factors import eigh_float64
+from laplace_debias.kfac.engine import kfac_factors
+from laplace_debias.kfac.factors import Factors
 from laplace_debias.storage.cells import CellStore
 
 Curves = dict[str, list[float]]
@@ -52,7 +52,7 @@ class Truth:
     problem: Problem
 
     @cached_property
-    def factors(self) -> KFACFactors:
+    def factors(self) -> Factors:
         """Factors of the whole training set."""
         return Fitter(self.problem).factors(torch.arange(self.problem.n))
 
@@ -71,7 +71,7 @@ class Fitter:
 
     def factors(
         self, indices: Tensor, weights: Tensor | None = None, *, inputs: bool = True, **kwargs
-    ) -> KFACFactors:
+    ) -> Factors:
         """Factors of some data, in mini-batches."""
         parts = []
         for rows in torch.arange(len(indices)).split(self.problem.chunk):
@@ -83,19 +83,25 @@ class Fitter:
                 inputs=inputs,
                 **kwargs,
             )
-            self.meter.backward += len(rows) * part.n_passes
+            self.meter.backward += part.backward
             parts.append(part)
         self.meter.forward += len(indices)
         return reduce(add, parts)
 
-    def inputs(self, indices: Tensor, rows_from: float = inf) -> InputFactors:
-        """Input factors of some data, in mini-batches; see `input_factors`."""
+    def inputs(self, indices: Tensor, rows_from: float = inf) -> Factors:
+        """Input factors of some data, in mini-batches, from forward passes."""
         x, model = self.problem.x, self.problem.model
         self.meter.forward += len(indices)
         return reduce(
             add,
             [
-                input_factors(model, x[rows], rows_from=rows_from)
+                kfac_factors(
+                    model,
+                    x[rows],
+                    likelihood="classification",
+                    outputs=False,
+                    rows_from=rows_from,
+                )
                 for rows in indices.split(self.problem.chunk)
             ],
         )
@@ -112,12 +118,12 @@ class Fitter:
         return torch.randperm(self.problem.n, generator=generator)[:m]
 
 
-def bases_of(factors: KFACFactors) -> list[list[Tensor]]:
+def bases_of(factors: Factors) -> list[list[Tensor]]:
     """Eigenvectors of each factor."""
     return [[eigh_float64(M)[1] for M in block] for block in factors.blocks]
 
 
-def reevaluated(bases: list[list[Tensor]], factors: KFACFactors, n_data: int) -> KronDecomposed:
+def reevaluated(bases: list[list[Tensor]], factors: Factors, n_data: int) -> KronDecomposed:
     """Given eigenvectors, with the curvature that the factors show along them."""
     eigenvalues = []
     for Qs, block in zip(bases, factors.blocks, strict=True):
@@ -125,7 +131,7 @@ def reevaluated(bases: list[list[Tensor]], factors: KFACFactors, n_data: int) ->
             (Q.double() * (M.double() @ Q.double())).sum(0).clamp(min=0)
             for Q, M in zip(Qs, block, strict=True)
         ]
-        lams[0] *= n_data / factors.n_data
+        lams[0] *= n_data / factors.weight
         eigenvalues.append([lam.float() for lam in lams])
     return KronDecomposed([[Q.float() for Q in Qs] for Qs in bases], eigenvalues)
 

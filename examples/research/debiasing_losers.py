@@ -33,7 +33,7 @@ from examples.research.debiasing_lab import Fitter, Method, mean, run, standard_
 from examples.research.debiasing_methods import library, sampled, single
 from examples.research.ekfac import curves_of_any, ekfac
 from laplace_debias.debias.folds import crossfit_factor, null_tolerance
-from laplace_debias.kfac.factors import eigh_float64
+from laplace_debias.debias.spectrum import eigh_float64
 from laplace_debias.storage.cells import CellStore
 
 # %% One factor at a time
@@ -51,7 +51,7 @@ def factorwise(rule: Rule, shares: list[int]) -> Method:
         vectors, values = [], []
         for i, block in enumerate(parts[0].blocks):
             # B is a sum over data, A a mean.
-            B = [part.blocks[i][0] / part.n_data for part in parts]
+            B = [part.blocks[i][0] / part.weight for part in parts]
             A = [part.blocks[i][1] for part in parts]
             lams, Qs = zip(*(rule(means, sizes, generator) for means in (B, A)), strict=True)
             vectors.append([Q.to(block[0].dtype) for Q in Qs])

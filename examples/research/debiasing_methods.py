@@ -41,7 +41,6 @@ from pathlib import Path
 
 import torch
 from laplace.utils import KronDecomposed
-from laplace_debias.kfac.input_factors import InputFactors
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -65,6 +64,7 @@ from laplace_debias.debias.sampling import (
     curvature_scores,
     draw_weighted,
 )
+from laplace_debias.kfac.factors import Factors
 from laplace_debias.network.loss import mean_loss_hessian
 from laplace_debias.storage.cells import CellStore
 
@@ -88,7 +88,7 @@ def crossfit(fit: Fitter, m: int, generator: torch.Generator) -> KronDecomposed:
     return crossfit_kron(folds, n_data=fit.problem.n).decomposed(torch.float32)
 
 
-def input_folds(fit: Fitter, m: int, generator: torch.Generator) -> list[InputFactors]:
+def input_folds(fit: Fitter, m: int, generator: torch.Generator) -> list[Factors]:
     """Input factors of 4 M data in two folds, with the rows of wide layers."""
     halves = fit.uniform(4 * m, generator).chunk(2)
     return [fit.inputs(half, few_rows_from(4 * m)) for half in halves]

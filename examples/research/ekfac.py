@@ -63,7 +63,7 @@ def ekfac(*, held_out: bool) -> Method:
         factors = fit.factors(first)
         if held_out:  # the same data need no further passes
             fit.meter.forward += len(second)
-            fit.meter.backward += len(second) * factors.n_passes
+            fit.meter.backward += factors.backward
         H = reevaluated(bases_of(factors), factors, fit.problem.n)
         return EigenvalueCorrected(H, ggn_along(fit.problem, second, H.eigenvectors))
 

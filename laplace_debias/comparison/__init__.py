@@ -1,1 +1,17 @@
 """Methods against each other, at equal budgets and over many draws."""
+
+from laplace_debias.comparison.compare import compare
+from laplace_debias.comparison.options import CustomMethod, Prediction, Reference, Work
+from laplace_debias.comparison.result import ComparisonResult, ComparisonRow, Gap, Summary
+
+__all__ = [
+    "ComparisonResult",
+    "ComparisonRow",
+    "CustomMethod",
+    "Gap",
+    "Prediction",
+    "Reference",
+    "Summary",
+    "Work",
+    "compare",
+]

@@ -14,18 +14,30 @@ Debiasing pays where the single mini-batch's bias exceeds its spread.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from laplace_debias.storage.export import (
+    number_from_json,
+    rows_to_csv,
+    rows_to_dataframe,
+    to_json_text,
+    write_text,
+)
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 __all__ = ["ComparisonResult", "ComparisonRow", "Gap", "Summary"]
 
-VANILLA, SINGLE, DEBIASED, FULL, LARGE = "vanilla", "single", "debiased", "full", "large-batch"
+SINGLE, TWO_BATCH, CROSSFIT = "single", "two-batch", "crossfit"
+PLAIN, FULL, LARGE = "plain", "full", "large-batch"
+_KEYS = ("method", "budget", "batch_size", "draw", "prior_precision")
 
 
 @dataclass(frozen=True)
@@ -33,11 +45,12 @@ class ComparisonRow:
     """Every metric of one method, fitted on one draw, at one prior precision.
 
     Attributes:
-        method: ``"vanilla"``, ``"single"``, ``"debiased"``, ``"full"`` or ``"large-batch"``.
-        budget: Number of data the curvature was computed from, over all roles; 0 for vanilla.
+        method: ``"plain"``, ``"single"``, ``"two-batch"``, ``"crossfit"``, ``"full"``,
+            ``"large-batch"``, or the name of a method of one's own.
+        budget: Number of data the curvature was computed from, over all roles; 0 for ``"plain"``.
         batch_size: Number of data per role: half the budget for two roles.
         draw: Which draw of the data; 0 where there is only one.
-        prior_precision: In laplace-torch's units; ``None`` for vanilla, which has none.
+        prior_precision: In laplace-torch's units; ``None`` for ``"plain"``, which has none.
         metrics: Values by name.
     """
 
@@ -75,7 +88,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """What `compare` found.
+    """What :func:`~laplace_debias.comparison.compare.compare` found.
 
     Attributes:
         rows: One per method, budget, draw and prior precision.
@@ -86,7 +99,7 @@ class ComparisonResult:
         >>> def row(method, draw, nll):
         ...     return ComparisonRow(method, 8, 8, draw, 1.0, {"nll": nll})
         >>> rows = [row("full", 0, 1.0), row("single", 0, 2.0), row("single", 1, 1.5)]
-        >>> rows += [row("debiased", 0, 1.1), row("debiased", 1, 0.8)]
+        >>> rows += [row("two-batch", 0, 1.1), row("two-batch", 1, 0.8)]
         >>> result = ComparisonResult(tuple(rows), n_data=100, config={})
         >>> {budget: round(ratio, 6) for budget, ratio in result.gap_ratio("nll").items()}
         {8: 0.2}
@@ -163,7 +176,7 @@ class ComparisonResult:
                 f"Expected a method and one of its budgets, got {method!r} and {budget}. Remedy: "
                 f"choose from { {name: self.budgets(name) for name in self.methods} }."
             )
-        if None in curves:  # vanilla: a horizontal line
+        if None in curves:  # the plain model: a horizontal line
             curves = {delta: curves[None] for delta in reference}
         if set(curves) - set(reference):
             missing = sorted(set(curves) - set(reference))
@@ -177,7 +190,7 @@ class ComparisonResult:
         return Gap(method, budget, fmean(distances), fmean(biases), fmean(spreads))
 
     def gap_ratio(
-        self, metric: str = "nll", method: str = DEBIASED, baseline: str = SINGLE
+        self, metric: str = "nll", method: str = TWO_BATCH, baseline: str = SINGLE
     ) -> dict[int, float]:
         """Return the gap of a method divided by that of a baseline, per common budget.
 
@@ -211,7 +224,7 @@ class ComparisonResult:
         Args:
             metrics: Which metrics; all if not given.
         """
-        others = [m for m in self.methods if m not in (VANILLA, SINGLE, FULL, LARGE)]
+        others = [m for m in self.methods if m not in (PLAIN, SINGLE, FULL, LARGE)]
         names = [name for name in (SINGLE, *others) if name in self.methods]
         head = ["metric", "budget"]
         head += [f"{name} {part}" for name in names for part in ("gap", "bias", "spread")]
@@ -229,37 +242,65 @@ class ComparisonResult:
                     line += [f"{value:.4f}" for value in parts]
                 line += [f"{ratios[name].get(budget, math.nan):.2f}" for name in ratios_of]
                 lines.append(line)
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
-            for line in lines
-        )
+        return _aligned(lines)
 
     def __str__(self) -> str:
-        """Return the table."""
-        return self.table()
+        """Return the gaps as a table, or the means over draws if there is nothing to compare to."""
+        if {FULL, LARGE} & set(self.methods) and set(self.methods) - {PLAIN, FULL, LARGE}:
+            return self.table()
+        lines = [[*_KEYS[:2], _KEYS[4], *self.metrics]]
+        means = zip(*(self.summary(metric) for metric in self.metrics), strict=True)
+        for values in means:
+            point, delta = values[0], values[0].prior_precision
+            line = [point.method, str(point.budget), "" if delta is None else f"{delta:.4g}"]
+            lines.append(line + [f"{value.mean:.4f}" for value in values])
+        return _aligned(lines)
 
-    def to_json(self, indent: int | None = None) -> str:
-        """Return everything as JSON, for `from_json`."""
-        return json.dumps(asdict(self), indent=indent)
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return everything as JSON, for :meth:`from_json`; write it if there is a path.
+
+        Args:
+            path: The file. See :func:`~laplace_debias.storage.export.to_json_text` for NaN.
+        """
+        return write_text(to_json_text(self), path)
 
     @classmethod
     def from_json(cls, text: str) -> ComparisonResult:
-        """Read what `to_json` wrote."""
-        content = json.loads(text)
-        rows = tuple(ComparisonRow(**row) for row in content["rows"])
-        return cls(rows, content["n_data"], content["config"])
+        """Read what :meth:`to_json` returned.
 
-    def to_csv(self) -> str:
-        """Return the rows as CSV with a header, one column per metric."""
-        buffer = io.StringIO()
-        keys = ["method", "budget", "batch_size", "draw", "prior_precision"]
-        writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow([*keys, *self.metrics])
-        for row in self.rows:
-            values: Iterable[Any] = (getattr(row, key) for key in keys)
-            writer.writerow([*values, *(self._value(row, name) for name in self.metrics)])
-        return buffer.getvalue()
+        Args:
+            text: The JSON.
+        """
+        content = json.loads(text)
+        rows = []
+        for row in content["rows"]:
+            metrics = {name: number_from_json(value) for name, value in row["metrics"].items()}
+            rows.append(ComparisonRow(**(row | {"metrics": metrics})))
+        return cls(tuple(rows), content["n_data"], content["config"])
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """Return the rows as CSV with a header, one column per metric; write it if there is a path.
+
+        Args:
+            path: The file.
+        """
+        return rows_to_csv((*_KEYS, *self.metrics), self._tidy(), path)
+
+    def to_dataframe(self) -> DataFrame:
+        """Return the rows as a pandas data frame, one column per metric.
+
+        Raises:
+            ImportError: If pandas is not installed.
+        """
+        return rows_to_dataframe((*_KEYS, *self.metrics), self._tidy())
+
+    def _tidy(self) -> list[list[Any]]:
+        """The values of every row, in the order of the columns."""
+        return [
+            [*(getattr(row, key) for key in _KEYS)]
+            + [self._value(row, metric) for metric in self.metrics]
+            for row in self.rows
+        ]
 
     def _value(self, row: ComparisonRow, metric: str) -> float:
         """Return one metric of a row, or say which there are."""
@@ -269,3 +310,12 @@ class ComparisonResult:
                 "of them, or run the comparison with the data it needs."
             )
         return row.metrics[metric]
+
+
+def _aligned(lines: list[list[str]]) -> str:
+    """Columns, aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
+        for line in lines
+    )

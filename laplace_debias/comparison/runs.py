@@ -16,7 +16,7 @@ from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.predictive.links import class_probabilities, needs_diagonal_only
 from laplace_debias.predictive.predictor import SharedPredictor, StructuredPredictor
 
-__all__ = ["evaluate_sets", "laplace_run", "vanilla_run"]
+__all__ = ["evaluate_sets", "laplace_run", "plain_run"]
 
 _METRICS = ("accuracy", "nll", "ece", "brier", "mean_entropy")
 # reads a loader and hands over (i, probabilities [n, C], labels [n]) for each prediction i
@@ -24,7 +24,7 @@ Update = Callable[[int, Tensor, Tensor], None]
 Run = Callable[[Iterable[Any], Update], None]
 
 
-def vanilla_run(model: nn.Module, key_y: str = "labels") -> Run:
+def plain_run(model: nn.Module, key_y: str = "labels") -> Run:
     """Predictions of the plain model.
 
     Args:
@@ -32,7 +32,7 @@ def vanilla_run(model: nn.Module, key_y: str = "labels") -> Run:
         key_y: Key of the labels in mini-batches that are mappings.
 
     Example:
-        >>> run = vanilla_run(nn.Linear(2, 3))
+        >>> run = plain_run(nn.Linear(2, 3))
         >>> run([(torch.ones(4, 2), torch.zeros(4))], lambda i, probs, y: print(i, probs.shape))
         0 torch.Size([4, 3])
     """

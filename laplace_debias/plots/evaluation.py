@@ -16,11 +16,11 @@ from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 
 from laplace_debias.comparison.result import (
-    DEBIASED,
     FULL,
     LARGE,
+    PLAIN,
     SINGLE,
-    VANILLA,
+    TWO_BATCH,
     ComparisonResult,
     Summary,
 )
@@ -28,8 +28,8 @@ from laplace_debias.evaluation.reports import ClassificationReport, ReliabilityB
 
 __all__ = ["plot_comparison", "plot_reliability", "plot_runtimes"]
 
-_COLORS = {SINGLE: "tab:orange", DEBIASED: "tab:blue", FULL: "tab:green", LARGE: "tab:green"}
-_MARKERS = {SINGLE: "s", DEBIASED: "o"}
+_COLORS = {SINGLE: "tab:orange", TWO_BATCH: "tab:blue", FULL: "tab:green", LARGE: "tab:green"}
+_MARKERS = {SINGLE: "s", TWO_BATCH: "o"}
 _OTHERS = (("tab:purple", "^"), ("tab:brown", "D"), ("tab:pink", "v"))
 _LABELS = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "brier": "Brier", "auroc": "AUROC"}
 
@@ -60,7 +60,7 @@ def plot_comparison(
     """Draw the paper's figure: metrics against the prior precision, per method and budget.
 
     The horizontal axis is the paper's beta, ``prior_precision / N``. The plain model is a black
-    line, the reference green crosses, single mini-batches orange squares, debiased ones blue dots;
+    line, the reference green crosses, single mini-batches orange squares, pairs of them blue dots;
     lighter means fewer data. A marker is the mean over draws, its bar reaches from the smallest to
     the largest.
 
@@ -100,14 +100,14 @@ def _comparison_panel(ax: Axes, result: ComparisonResult, metric: str) -> None:
     for point in result.summary(metric):
         curves.setdefault((point.method, point.budget), []).append(point)
     # points of different curves at one prior precision stand side by side
-    dodged = [key for key in curves if key[0] not in (VANILLA, FULL, LARGE)]
+    dodged = [key for key in curves if key[0] not in (PLAIN, FULL, LARGE)]
     offsets = dict(zip(dodged, np.linspace(-0.1, 0.1, max(len(dodged), 1)), strict=False))
-    strangers = [m for m in result.methods if m not in (VANILLA, *_COLORS)]
+    strangers = [m for m in result.methods if m not in (PLAIN, *_COLORS)]
     styles = {m: (_COLORS[m], _MARKERS.get(m, "x")) for m in _COLORS}
     styles |= {m: _OTHERS[i % len(_OTHERS)] for i, m in enumerate(strangers)}
     for (method, budget), points in curves.items():
-        if method == VANILLA:
-            ax.axhline(points[0].mean, color="black", linewidth=1, label="vanilla")
+        if method == PLAIN:
+            ax.axhline(points[0].mean, color="black", linewidth=1, label=PLAIN)
             continue
         placed = [(p.prior_precision, p) for p in points if p.prior_precision is not None]
         placed.sort(key=lambda pair: pair[0])
@@ -179,7 +179,7 @@ def plot_runtimes(
 
     Args:
         runtimes: Seconds of every run by method and stage, e.g.
-            ``{"debiased": {"construct": [...], "debias": [...], "sample": [...]}}``.
+            ``{"two-batch": {"construct": [...], "debias": [...], "sample": [...]}}``.
         ax: Where to draw; a new figure if not given.
         log: Use a logarithmic axis. Bars stand side by side, since stacked ones would mislead.
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from laplace_debias.data.chunks import Chunk
 from laplace_debias.quadratics.cg import cg
 from laplace_debias.quadratics.directions import top_eigenvectors
 from laplace_debias.quadratics.quadratic import Quadratic
-from laplace_debias.storage.studies import SavedResult, Study, fingerprint
+from laplace_debias.storage.cells import CellStore
+from laplace_debias.storage.results import SavedResult
 
 KINDS = ("slopes", "curvatures", "magnitudes")
 DIRECTIONS = ("eigenvectors", "cg")
@@ -138,7 +140,8 @@ def directional_bias(
     directions: str = "eigenvectors",
     k: int = 100,
     chosen: Sequence[int] = (0, 1, 2),
-    path: str | Path | None = None,
+    folder: str | Path | None = None,
+    data_id: str | None = None,
     progress_bar: bool = False,
     **quadratic_options: Any,
 ) -> DirectionalBias:
@@ -151,7 +154,9 @@ def directional_bias(
         directions: ``"eigenvectors"`` or ``"cg"``.
         k: Number of directions.
         chosen: Which mini-batches choose directions.
-        path: An ``.npz`` file to keep finished parts in, and to resume from.
+        folder: Keeps finished mini-batches, and the same call resumes from there.
+        data_id: Stands for the data in the folder, which are then not compared. Change it when
+            they change.
         progress_bar: Show one.
         **quadratic_options: ``curvature``, ``l2``, ``regularize_biases``, ``chunk_size`` and
             ``max_columns`` of :class:`Quadratic`.
@@ -180,19 +185,23 @@ def directional_bias(
             f"Expected chosen in 0..{len(batches) - 1}, got {tuple(chosen)}. "
             "Remedy: number the mini-batches from 0."
         )
-    settings = {"directions": directions, "k": k, **quadratic_options}
-    study = Study(path, "" if path is None else fingerprint([model], batches, settings))
+    options = {"directions": directions, "k": k, **quadratic_options}
+    options |= {"n_batches": len(batches), "batch_size": max(sizes)}
+    study = CellStore.for_run(
+        folder, model, {"data": batches}, loss=loss, options=options, data_id=data_id
+    )
     slopes, curvatures = [], []
     with tqdm(total=len(chosen) * len(batches), disable=not progress_bar, desc=directions) as bar:
         for s in chosen:
             part = f"batch {s}"
-            if part not in study:
-                measured = _measure(model, loss, batches, s, directions, k, bar, quadratic_options)
-                study.add(part, measured)
-            else:
+            if part in study:
                 bar.update(len(batches))
-            slopes.append(study[part]["slopes"])
-            curvatures.append(study[part]["curvatures"])
+            measured = study.get(
+                part,
+                partial(_measure, model, loss, batches, s, directions, k, bar, quadratic_options),
+            )
+            slopes.append(measured["slopes"])
+            curvatures.append(measured["curvatures"])
     return DirectionalBias(
         directions=directions,
         curvature=quadratic_options.get("curvature", "ggn"),

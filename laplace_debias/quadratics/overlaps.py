@@ -24,7 +24,8 @@ from tqdm import tqdm
 from laplace_debias.data.chunks import Chunk
 from laplace_debias.quadratics.directions import top_eigenvectors
 from laplace_debias.quadratics.quadratic import Quadratic
-from laplace_debias.storage.studies import SavedResult, Study, fingerprint
+from laplace_debias.storage.cells import CellStore
+from laplace_debias.storage.results import SavedResult
 
 
 def eigenspace_overlaps(U: Tensor, U_tilde: Tensor) -> Tensor:
@@ -77,7 +78,8 @@ def overlap_study(
     batches: Sequence[Chunk],
     *,
     k: int = 100,
-    path: str | Path | None = None,
+    folder: str | Path | None = None,
+    data_id: str | None = None,
     progress_bar: bool = False,
     **quadratic_options: Any,
 ) -> EigenspaceOverlaps:
@@ -88,7 +90,9 @@ def overlap_study(
         loss: Loss with ``reduction="mean"``.
         batches: The S mini-batches (or larger sets) to compare, each with each.
         k: Number of eigenvectors.
-        path: An ``.npz`` file for the overlaps; if it has them, nothing is computed again.
+        folder: Keeps the overlaps; if it has them, nothing is computed again.
+        data_id: Stands for the data in the folder, which are then not compared. Change it when
+            they change.
         progress_bar: Show one.
         **quadratic_options: ``curvature``, ``l2``, ``regularize_biases``, ``chunk_size`` and
             ``max_columns`` of :class:`Quadratic`.
@@ -107,10 +111,12 @@ def overlap_study(
         raise ValueError(
             "Expected at least one mini-batch, got none. Remedy: use partition(data, batch_size)."
         )
-    settings = {"k": k, **quadratic_options}
-    study = Study(path, "" if path is None else fingerprint([model], batches, settings))
-    part = "overlaps"
-    if part not in study:
+    options = {"k": k, "batch_sizes": [len(y) for _, y in batches], **quadratic_options}
+    study = CellStore.for_run(
+        folder, model, {"data": batches}, loss=loss, options=options, data_id=data_id
+    )
+
+    def measure() -> dict[str, Tensor]:
         pairs = [
             top_eigenvectors(Quadratic(model, loss, batch, **quadratic_options), k)
             for batch in tqdm(batches, disable=not progress_bar, desc="eigenspaces")
@@ -119,15 +125,11 @@ def overlap_study(
             torch.stack([eigenspace_overlaps(one.vectors, other.vectors) for other in pairs])
             for one in pairs
         ]
-        study.add(
-            part,
-            {
-                "overlaps": torch.stack(omega),
-                "values": torch.stack([one.values for one in pairs]),
-            },
-        )
+        values = torch.stack([one.values for one in pairs])
+        return {"overlaps": torch.stack(omega), "values": values}
+
     return EigenspaceOverlaps(
         curvature=quadratic_options.get("curvature", "ggn"),
         batch_size=len(batches[0][1]),
-        **study[part],
+        **study.get("overlaps", measure),
     )

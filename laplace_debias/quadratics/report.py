@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from tqdm import tqdm
 from laplace_debias.data.chunks import Chunk, gather, partition
 from laplace_debias.quadratics.bias import choose_directions
 from laplace_debias.quadratics.quadratic import Quadratic
-from laplace_debias.storage.studies import SavedResult, Study, fingerprint
+from laplace_debias.storage.cells import CellStore
+from laplace_debias.storage.results import SavedResult
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,8 @@ def curvature_bias_report(
     draws: int = 5,
     tolerance: float = 0.2,
     seed: int = 0,
-    path: str | Path | None = None,
+    folder: str | Path | None = None,
+    data_id: str | None = None,
     progress_bar: bool = False,
     **quadratic_options: Any,
 ) -> CurvatureBiasReport:
@@ -179,7 +183,9 @@ def curvature_bias_report(
         draws: Number of draws of two disjoint mini-batches; draws may overlap each other.
         tolerance: Relative over-estimation of the largest curvature that counts as none.
         seed: Seed of the draws.
-        path: An ``.npz`` file to keep finished draws in, and to resume from.
+        folder: Keeps finished draws, and the same call resumes from there.
+        data_id: Stands for the data in the folder, which are then not compared. Change it when
+            they change.
         progress_bar: Show one.
         **quadratic_options: ``curvature``, ``l2``, ``regularize_biases``, ``chunk_size`` (default
             512) and ``max_columns`` of :class:`Quadratic`.
@@ -211,29 +217,29 @@ def curvature_bias_report(
         )
     options = {"chunk_size": 512, **quadratic_options}
     settings = {"k": k, "seed": seed, **options}
-    study = Study(path, "" if path is None else fingerprint([model], [(X, y)], settings))
+    study = CellStore.for_run(
+        folder, model, {"data": [(X, y)]}, loss=loss, options=settings, data_id=data_id
+    )
     everything = Quadratic(model, loss, (X, y), **options)
     names = ("same", "other", "full")
+
+    def measure(size: int, draw: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed + 7919 * size + draw)
+        batches = partition((X, y), size, generator=generator, num_batches=2)
+        one, two = (Quadratic(model, loss, batch, **options) for batch in batches)
+        D, _ = choose_directions(one, "eigenvectors", k)
+        return {
+            name: quadratic.curvatures(D)
+            for name, quadratic in zip(names, (one, two, everything), strict=True)
+        }
+
     curvatures: dict[str, list[Tensor]] = {name: [] for name in names}
     with tqdm(total=len(batch_sizes) * draws, disable=not progress_bar, desc="bias") as bar:
-        for size in batch_sizes:
-            for draw in range(draws):
-                part = f"size {size} draw {draw}"
-                if part not in study:
-                    generator = torch.Generator().manual_seed(seed + 7919 * size + draw)
-                    batches = partition((X, y), size, generator=generator, num_batches=2)
-                    one, two = (Quadratic(model, loss, batch, **options) for batch in batches)
-                    D, _ = choose_directions(one, "eigenvectors", k)
-                    study.add(
-                        part,
-                        {
-                            name: quadratic.curvatures(D)
-                            for name, quadratic in zip(names, (one, two, everything), strict=True)
-                        },
-                    )
-                for name in names:
-                    curvatures[name].append(study[part][name])
-                bar.update()
+        for size, draw in itertools.product(batch_sizes, range(draws)):
+            measured = study.get(f"size {size} draw {draw}", partial(measure, size, draw))
+            for name in names:
+                curvatures[name].append(measured[name])
+            bar.update()
     shape = (len(batch_sizes), draws, -1)
     return CurvatureBiasReport(
         curvature=options.get("curvature", "ggn"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from tqdm import tqdm
 from laplace_debias.data.chunks import Chunk, gather, partition
 from laplace_debias.quadratics.bias import DirectionalBias, choose_directions, directional_bias
 from laplace_debias.quadratics.quadratic import Quadratic
-from laplace_debias.storage.studies import SavedResult, Study, fingerprint
+from laplace_debias.storage.cells import CellStore
+from laplace_debias.storage.results import SavedResult
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ def bias_by_batch_size(
     chosen: Sequence[int] = (0,),
     max_batches: int | None = None,
     seed: int = 0,
-    path: str | Path | None = None,
+    folder: str | Path | None = None,
+    data_id: str | None = None,
     progress_bar: bool = False,
     **quadratic_options: Any,
 ) -> BatchSizeBias:
@@ -60,7 +63,10 @@ def bias_by_batch_size(
         chosen: Which mini-batches choose directions.
         max_batches: Measure on the first mini-batches only; the "whole set" is then theirs.
         seed: Seed of the shuffle that makes the mini-batches.
-        path: An ``.npz`` file; every batch size keeps its parts beside it, as ``name-512.npz``.
+        folder: Keeps finished mini-batches, a folder in it for every batch size, and the same call
+            resumes from there.
+        data_id: Stands for the data in the folder, which are then not compared. Change it when
+            they change.
         progress_bar: Show one.
         **quadratic_options: ``curvature``, ``l2``, ``regularize_biases``, ``chunk_size`` and
             ``max_columns`` of :class:`Quadratic`.
@@ -80,7 +86,6 @@ def bias_by_batch_size(
     for size in batch_sizes:
         generator = torch.Generator().manual_seed(seed)
         batches = partition(data, size, generator=generator, num_batches=max_batches)
-        part = None if path is None else Path(path).with_stem(f"{Path(path).stem}-{size}")
         results.append(
             directional_bias(
                 model,
@@ -89,7 +94,8 @@ def bias_by_batch_size(
                 directions=directions,
                 k=k,
                 chosen=chosen,
-                path=part,
+                folder=None if folder is None else Path(folder) / str(size),
+                data_id=None if data_id is None else f"{data_id}, shuffled with seed {seed}",
                 progress_bar=progress_bar,
                 **quadratic_options,
             )
@@ -200,7 +206,8 @@ def bias_over_training(
     k: int = 100,
     draws: int = 5,
     seed: int = 0,
-    path: str | Path | None = None,
+    folder: str | Path | None = None,
+    data_id: str | None = None,
     progress_bar: bool = False,
     **quadratic_options: Any,
 ) -> BiasSeries:
@@ -215,7 +222,9 @@ def bias_over_training(
         k: Number of eigenvectors.
         draws: Number of mini-batches per checkpoint.
         seed: Seed of the draws.
-        path: An ``.npz`` file to keep finished checkpoints in, and to resume from.
+        folder: Keeps finished checkpoints, and the same call resumes from there.
+        data_id: Stands for the data in the folder, which are then not compared. Change it when
+            they change.
         progress_bar: Show one.
         **quadratic_options: As for :class:`Quadratic`.
 
@@ -240,7 +249,8 @@ def bias_over_training(
         [float(epoch) for epoch in checkpoints],
         loss,
         data,
-        path,
+        folder,
+        data_id,
         progress_bar,
         {"batch_size": batch_size, "k": k, "draws": draws, "seed": seed, **quadratic_options},
     )
@@ -255,7 +265,8 @@ def bias_by_model_size(
     k: int = 100,
     draws: int = 5,
     seed: int = 0,
-    path: str | Path | None = None,
+    folder: str | Path | None = None,
+    data_id: str | None = None,
     progress_bar: bool = False,
     **quadratic_options: Any,
 ) -> BiasSeries:
@@ -269,7 +280,9 @@ def bias_by_model_size(
         k: Number of eigenvectors.
         draws: Number of mini-batches per model.
         seed: Seed of the draws.
-        path: An ``.npz`` file to keep finished models in, and to resume from.
+        folder: Keeps finished models, and the same call resumes from there.
+        data_id: Stands for the data in the folder, which are then not compared. Change it when
+            they change.
         progress_bar: Show one.
         **quadratic_options: As for :class:`Quadratic`.
 
@@ -293,7 +306,8 @@ def bias_by_model_size(
         sizes,
         loss,
         data,
-        path,
+        folder,
+        data_id,
         progress_bar,
         {"batch_size": batch_size, "k": k, "draws": draws, "seed": seed, **quadratic_options},
     )
@@ -305,7 +319,8 @@ def _series(
     positions: list[float],
     loss: nn.Module,
     data: Chunk | Iterable[Chunk],
-    path: str | Path | None,
+    folder: str | Path | None,
+    data_id: str | None,
     progress_bar: bool,
     options: dict[str, Any],
 ) -> BiasSeries:
@@ -313,15 +328,18 @@ def _series(
     if not models:
         raise ValueError("Expected at least one model or checkpoint, got none. Remedy: pass some.")
     data = gather(data)
-    study = Study(path, "" if path is None else fingerprint(models.values(), [data], options))
-    for label, model in tqdm(models.items(), disable=not progress_bar, desc=name):
-        if label not in study:
-            study.add(label, relative_biases(model, loss, data, **options))
+    study = CellStore.for_run(
+        folder, models, {"data": [data]}, loss=loss, options=options, data_id=data_id
+    )
+    parts = [
+        study.get(label, partial(relative_biases, model, loss, data, **options))
+        for label, model in tqdm(models.items(), disable=not progress_bar, desc=name)
+    ]
     return BiasSeries(
         name=name,
         labels=tuple(models),
         positions=torch.tensor(positions),
         batch_size=options["batch_size"],
-        slope_errors=torch.stack([study[label]["slopes"] for label in models]),
-        curvature_errors=torch.stack([study[label]["curvatures"] for label in models]),
+        slope_errors=torch.stack([part["slopes"] for part in parts]),
+        curvature_errors=torch.stack([part["curvatures"] for part in parts]),
     )

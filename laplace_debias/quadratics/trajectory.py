@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from laplace_debias.data.chunks import Chunk, Chunks
 from laplace_debias.network.preserve import evaluation_mode
-from laplace_debias.storage.studies import SavedResult
+from laplace_debias.storage.results import SavedResult
 
 
 @dataclass(frozen=True)

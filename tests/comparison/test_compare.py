@@ -1,22 +1,17 @@
-"""Comparisons: equal budgets, right scaling, the gap ratio by hand, resuming, and bad input."""
+"""Comparisons: equal budgets, right scaling, resuming for the same data only, and bad input."""
 
-import csv
+import copy
 import importlib
-import io
 import json
-import math
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from laplace_debias.comparison.compare import compare
-from laplace_debias.comparison.result import ComparisonResult, ComparisonRow
+from laplace_debias.comparison import CustomMethod, Prediction, Reference, Work, compare
 from laplace_debias.evaluation.evaluate import evaluate
 from laplace_debias.posterior.factory import Laplace
-from laplace_debias.predictive.predictor import SharedPredictor, StructuredPredictor
-from laplace_debias.storage.cells import CellStore
 
 # the package exports the function under the name of the module
 compare_module = importlib.import_module("laplace_debias.comparison.compare")
@@ -51,9 +46,9 @@ def run(problem, **kwargs):
 def test_every_cell_has_its_row(problem):
     result = run(problem)
     assert len(result.rows) == 1 + len(GRID) * (2 * 2 * 2 + 1)
-    assert result.methods == ("vanilla", "single", "debiased", "full")
-    assert result.budgets("single") == result.budgets("debiased") == (8, 16)
-    assert {row.batch_size for row in result.select("debiased", 8)} == {4}
+    assert result.methods == ("plain", "single", "two-batch", "full")
+    assert result.budgets("single") == result.budgets("two-batch") == (8, 16)
+    assert {row.batch_size for row in result.select("two-batch", 8)} == {4}
     assert {row.batch_size for row in result.select("single", 8)} == {8}
     assert {row.budget for row in result.select("full")} == {N}
     assert [row.prior_precision for row in result.select("full")] == list(GRID)
@@ -63,10 +58,10 @@ def test_every_cell_has_its_row(problem):
 def test_rows_equal_separate_evaluations(problem):
     model, train, test, ood = problem
     result = run(problem, ood_loader=ood)
-    (vanilla,) = result.select("vanilla")
-    plain = evaluate(model, test, ood_loader=ood)
-    assert vanilla.metrics["nll"] == pytest.approx(plain.nll, rel=1e-9)
-    assert vanilla.metrics["ood_auroc"] == pytest.approx(plain.ood.auroc, rel=1e-9)
+    (plain,) = result.select("plain")
+    network = evaluate(model, test, ood_loader=ood)
+    assert plain.metrics["nll"] == pytest.approx(network.nll, rel=1e-9)
+    assert plain.metrics["ood_auroc"] == pytest.approx(network.ood.auroc, rel=1e-9)
     full = Laplace(model, "classification", "all", "kron", debias="single")
     full.fit(train)
     for row in result.select("full"):
@@ -97,12 +92,12 @@ def test_budgets_are_equal_and_the_data_the_same(problem, monkeypatch):
 
     monkeypatch.setattr(compare_module, "Laplace", spy)
     run(problem, budgets=(8,), n_draws=1)
-    (full, single, debiased) = fits
+    (full, single, two_batch) = fits
     assert [fit[2] for fit in fits] == [N, N, N]
     assert single[0] == "single" and len(single[1][0]) == 8
-    assert debiased[0] is True and [len(part) for part in debiased[1]] == [4, 4]
-    assert not set(debiased[1][0]) & set(debiased[1][1])
-    assert set(single[1][0]) == set(debiased[1][0]) | set(debiased[1][1])
+    assert two_batch[0] == "two-batch" and [len(part) for part in two_batch[1]] == [4, 4]
+    assert not set(two_batch[1][0]) & set(two_batch[1][1])
+    assert set(single[1][0]) == set(two_batch[1][0]) | set(two_batch[1][1])
     assert full[0] == "single" and sorted(full[1][0]) == list(range(N))
 
 
@@ -116,14 +111,15 @@ def test_a_single_batch_of_all_data_is_the_full_batch(problem):
 
 
 def test_mc_uses_common_random_numbers(problem):
-    first, again = (run(problem, link_approx="mc", n_samples=20, seed=3) for _ in range(2))
+    mc = Prediction(link_approx="mc", n_samples=20)
+    first, again = (run(problem, prediction=mc, seed=3) for _ in range(2))
     assert first == again
     state = torch.get_rng_state()
-    other = run(problem, link_approx="mc", n_samples=20, seed=4)
+    other = run(problem, prediction=mc, seed=4)
     assert torch.equal(torch.get_rng_state(), state)
     assert other.select("full") != first.select("full")
     # the same numbers for the single mini-batch of all data and the full batch
-    whole = run(problem, link_approx="mc", n_samples=20, budgets=(N,), n_draws=1)
+    whole = run(problem, prediction=mc, budgets=(N,), n_draws=1)
     assert whole.gap("nll", "single", N).gap == pytest.approx(0, abs=1e-6)
 
 
@@ -150,7 +146,7 @@ def test_unlabelled_and_several_ood_sets(problem):
 
 
 def test_large_batch_is_never_called_full(problem):
-    result = run(problem, n_draws=1, reference_size=30)
+    result = run(problem, n_draws=1, reference=Reference(size=30))
     assert result.reference == "large-batch"
     assert "full" not in result.methods
     assert {row.budget for row in result.select("large-batch")} == {30}
@@ -160,7 +156,7 @@ def test_a_given_reference_is_used(problem):
     model, train, *_ = problem
     la = Laplace(model, "classification", "all", "kron", debias="single")
     la.fit(train)
-    given = run(problem, n_draws=1, reference=la)
+    given = run(problem, n_draws=1, reference=Reference(posterior=la))
     for a, b in zip(given.select("full"), run(problem, n_draws=1).select("full"), strict=True):
         assert a.metrics["nll"] == pytest.approx(b.metrics["nll"], rel=1e-9)
 
@@ -168,8 +164,9 @@ def test_a_given_reference_is_used(problem):
 @pytest.mark.parametrize("link_approx", ["probit", "mc"])
 def test_shared_passes_change_nothing(problem, link_approx):
     model, *_, ood = problem
-    alone = run(problem, link_approx=link_approx, ood_loader=ood)
-    shared = run(problem, link_approx=link_approx, ood_loader=ood, n_shared=4)
+    options = dict(prediction=Prediction(link_approx=link_approx), ood_loader=ood)
+    alone = run(problem, **options)
+    shared = run(problem, work=Work(n_shared=4), **options)
     assert [row.method for row in shared.rows] == [row.method for row in alone.rows]
     for a, b in zip(alone.rows, shared.rows, strict=True):
         assert (a.method, a.budget, a.draw) == (b.method, b.budget, b.draw)
@@ -182,22 +179,10 @@ def test_shared_passes_are_fewer(problem):
     for n_shared in (1, 8):
         calls = []
         handle = model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        run(problem, methods=("single", "debiased"), n_shared=n_shared)
+        run(problem, methods=("single", "two-batch"), work=Work(n_shared=n_shared))
         handle.remove()
         counts[n_shared] = len(calls)
     assert counts[8] < counts[1] / 2
-
-
-def test_posteriors_of_other_models_cannot_share_passes(problem):
-    predictors = []
-    for _ in range(2):
-        la = Laplace(nn.Linear(3, 2), "classification", "all", "kron", debias="single")
-        la.fit((torch.randn(4, 3), torch.tensor([0, 1, 0, 1])), n_data=10)
-        predictors.append(StructuredPredictor(la, [1.0]))
-    with pytest.raises(ValueError, match="same parameters of one model"):
-        SharedPredictor(predictors)
-    with pytest.raises(ValueError, match="at least one predictor"):
-        SharedPredictor([])
 
 
 def test_further_methods_by_function(problem):
@@ -210,7 +195,7 @@ def test_further_methods_by_function(problem):
         la.fit(train, n_data=N)
         return la
 
-    result = run(problem, methods=("single", "full"), fits={"ours": fit})
+    result = run(problem, methods=("single", "full", CustomMethod("ours", fit)))
     assert result.methods == ("single", "full", "ours")
     assert sorted(asked) == [(8, 0), (8, 1), (16, 0), (16, 1)]
     assert set(result.gap_ratio("nll", "ours")) == {8, 16}
@@ -230,9 +215,9 @@ def test_compare_resumes_without_repeating_a_cell(problem, tmp_path, monkeypatch
     monkeypatch.setattr(compare_module, "Laplace", counting)
     with pytest.raises(KeyboardInterrupt):
         run(problem, folder=tmp_path)
-    finished = {path.stem for path in tmp_path.glob("*.json")} - {"config", "vanilla"}
-    assert finished == {"full", "single-8-0", "single-16-0", "debiased-8-0", "debiased-16-0"}
-    assert not list(tmp_path.glob("*.partial"))
+    finished = {path.stem for path in tmp_path.glob("*.json")} - {"config", "plain"}
+    assert finished == {"full", "single-8-0", "single-16-0", "two-batch-8-0", "two-batch-16-0"}
+    assert not list(tmp_path.glob(".*"))
 
     def counting_on(*args, **kwargs):
         fits.append(kwargs["debias"])
@@ -250,7 +235,10 @@ def test_compare_resumes_without_repeating_a_cell(problem, tmp_path, monkeypatch
 def test_processes_share_a_folder_by_draws(problem, tmp_path, monkeypatch):
     whole = run(problem, n_draws=3)
     for draws in ([2], [0, 1]):
-        part = run(problem, n_draws=3, draws=draws, folder=tmp_path, methods=("single", "debiased"))
+        part = run(
+            problem, n_draws=3, work=Work(draws=draws), folder=tmp_path,
+            methods=("single", "two-batch"),
+        )  # fmt: skip
         assert {row.draw for row in part.rows} == set(draws)
     fitted = []
     original = compare_module.Laplace
@@ -260,26 +248,7 @@ def test_processes_share_a_folder_by_draws(problem, tmp_path, monkeypatch):
     assert run(problem, n_draws=3, folder=tmp_path).rows == whole.rows
     assert len(fitted) == 1  # the reference; no draw was made twice
     with pytest.raises(ValueError, match="draws among 0 to 2"):
-        run(problem, n_draws=3, draws=[3])
-
-
-def test_a_stale_folder_is_refused(problem, tmp_path):
-    run(problem, n_draws=1, methods=("vanilla",), folder=tmp_path)
-    with pytest.raises(ValueError, match="seed: 0 there, 1 now"):
-        run(problem, n_draws=1, methods=("vanilla",), folder=tmp_path, seed=1)
-    model, train, test, _ = problem
-    changed = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    with pytest.raises(ValueError, match="model: "):
-        compare(changed, train, test, folder=tmp_path, prior_precisions=GRID, budgets=(8,))
-
-
-def test_cell_store_refuses_foreign_cells(tmp_path):
-    store = CellStore(tmp_path, {"a": 1})
-    assert store.get("x", lambda: [1.5]) == [1.5]
-    cell = json.loads((tmp_path / "x.json").read_text())
-    (tmp_path / "x.json").write_text(json.dumps(cell | {"fingerprint": "other"}))
-    with pytest.raises(ValueError, match="of another"):
-        CellStore(tmp_path, {"a": 1}).get("x", lambda: [2.5])
+        run(problem, n_draws=3, work=Work(draws=[3]))
 
 
 @pytest.mark.parametrize(
@@ -288,11 +257,10 @@ def test_cell_store_refuses_foreign_cells(tmp_path):
         (dict(budgets=(7,)), "even budgets between 2 and N = 40, got 7"),
         (dict(budgets=(80,)), "got 80"),
         (dict(n_draws=0), "n_draws >= 1, got 0"),
-        (dict(link_approx="logit"), "logit"),
-        (dict(n_shared=0), "n_shared >= 1, got 0"),
-        (dict(reference_size=40), "reference_size between 1 and N - 1 = 39, got 40"),
+        (dict(reference=Reference(size=40)), "size between 1 and N - 1 = 39, got 40"),
         (dict(ood_loader=[]), "at least one datum"),
-        (dict(methods=("nonsense",)), "nonsense"),
+        (dict(methods=("nonsense",)), r"'two-batch' \(or True\).*got \['nonsense'\]. Remedy"),
+        (dict(methods=("debiased",)), "debiased"),
     ],
 )
 def test_bad_arguments(problem, kwargs, match):
@@ -308,59 +276,6 @@ def test_bad_loaders(problem):
         compare(model, train, [], budgets=(8,))
 
 
-def hand_made():
-    def row(method, draw, delta, nll):
-        return ComparisonRow(method, 8, 4 if method == "debiased" else 8, draw, delta, {"nll": nll})
-
-    rows = [row("vanilla", 0, None, 2.0)]
-    rows += [row("full", 0, 1.0, 1.0), row("full", 0, 2.0, 3.0)]
-    rows += [row("single", d, 1.0, v) for d, v in ((0, 1.5), (1, 2.5))]
-    rows += [row("single", d, 2.0, v) for d, v in ((0, 3.0), (1, 4.0))]
-    rows += [row("debiased", d, 1.0, v) for d, v in ((0, 0.5), (1, 1.5))]
-    rows += [row("debiased", d, 2.0, v) for d, v in ((0, 3.0), (1, 3.0))]
-    return ComparisonResult(tuple(rows), 100, {"seed": 0})
-
-
-def test_gap_by_hand():
-    result = hand_made()
-    single, debiased = (result.gap("nll", method, 8) for method in ("single", "debiased"))
-    assert single.gap == pytest.approx((0.5 + 1.5 + 0 + 1) / 4)
-    assert single.bias == pytest.approx((1.0 + 0.5) / 2)
-    assert single.spread == pytest.approx(math.sqrt(0.5))
-    assert debiased.gap == pytest.approx((0.5 + 0.5 + 0 + 0) / 4)
-    assert debiased.bias == 0.0
-    assert result.gap_ratio("nll") == pytest.approx({8: 0.25 / 0.75})
-    assert result.gap_ratio("nll", "debiased", "debiased") == {8: 1.0}
-    assert result.gap("nll", "vanilla", 8).gap == pytest.approx(1.0)  # |2 - 1| and |2 - 3|
-
-
-def test_summary_by_hand():
-    (point,) = [
-        s for s in hand_made().summary("nll") if (s.method, s.prior_precision) == ("single", 1.0)
-    ]
-    assert (point.mean, point.min, point.max, point.n_draws) == (2.0, 1.5, 2.5, 2)
-
-
-def test_result_as_text():
-    result = hand_made()
-    assert ComparisonResult.from_json(result.to_json()) == result
-    records = list(csv.DictReader(io.StringIO(result.to_csv())))
-    assert len(records) == len(result.rows)
-    assert records[1]["method"] == "full" and float(records[1]["nll"]) == 1.0
-    assert "0.33" in result.table() and str(result) == result.table()
-
-
-def test_result_says_what_is_missing():
-    result = hand_made()
-    with pytest.raises(ValueError, match="metric among"):
-        result.gap("ece", "single", 8)
-    with pytest.raises(ValueError, match="one of its budgets"):
-        result.gap("nll", "single", 9)
-    part = ComparisonResult(result.select("single"), 100, {})
-    with pytest.raises(ValueError, match="reference"):
-        part.gap_ratio("nll", "single")
-
-
 def test_crossfit_uses_its_budget_and_its_options():
     """The options of ``"crossfit"`` reach it alone, and more data change its posterior."""
     X = torch.randn(80, 2, generator=torch.Generator().manual_seed(0))
@@ -369,7 +284,7 @@ def test_crossfit_uses_its_budget_and_its_options():
     train = DataLoader(TensorDataset(X, y), batch_size=16)
     result = compare(
         net, train, [(X, y)], budgets=(8, 32), n_draws=2, prior_precisions=[1.0],
-        methods=("single", "crossfit", "full"), sampling="curvature",
+        methods=("single", "crossfit", "full"), laplace={"sampling": "curvature"},
     )  # fmt: skip
     nll = {(r.method, r.budget, r.draw): r.metrics["nll"] for r in result.rows}
     assert nll["crossfit", 8, 0] != nll["crossfit", 32, 0] != nll["crossfit", 32, 1]
@@ -378,3 +293,160 @@ def test_crossfit_uses_its_budget_and_its_options():
         result.gap_ratio("nll", method="debised")
     with pytest.raises(ValueError, match="Expected methods among.*got .'singel'"):
         compare(net, train, [(X, y)], budgets=(8,), methods=("singel",))
+
+
+def test_true_is_a_synonym_of_two_batch(problem):
+    named, synonym = (run(problem, methods=("single", method)) for method in ("two-batch", True))
+    assert named == synonym and named.methods == ("single", "two-batch")
+
+
+def test_one_mini_batch_is_a_test_set(problem):
+    model, train, test, _ = problem
+    settings = dict(budgets=(8,), n_draws=1, prior_precisions=GRID)
+    one = compare(model, train, test.dataset.tensors, **settings)
+    for a, b in zip(one.rows, compare(model, train, test, **settings).rows, strict=True):
+        assert a.metrics == pytest.approx(b.metrics, rel=1e-9)
+
+
+def test_arguments_reach_the_posterior(problem):
+    last = run(problem, n_draws=1, laplace={"subset_of_weights": "last_layer"})
+    model, train, test, _ = problem
+    la = Laplace(model, "classification", "last_layer", "kron", debias="single")
+    la.fit(train)
+    for row in last.select("full"):
+        la.prior_precision = row.prior_precision
+        assert row.metrics["nll"] == pytest.approx(evaluate(la, test).nll, rel=1e-6)
+    assert last.config["laplace"] == {"subset_of_weights": "last_layer"}
+
+
+def never(*args, **kwargs):
+    raise AssertionError("computed")
+
+
+SMALL = dict(n_draws=1, budgets=(8,), methods=("plain", "single"))
+
+
+def test_finished_cells_are_for_one_seed_one_model_and_its_trainable_set(problem, tmp_path):
+    model, train, test, _ = problem
+    run(problem, folder=tmp_path, **SMALL)
+    with pytest.raises(ValueError, match="seed: 0 there, 1 now.*Remedy: use another folder"):
+        run(problem, folder=tmp_path, seed=1, **SMALL)
+    with pytest.raises(ValueError, match=r"laplace\.prior_mean: None there, 1\.0 now"):
+        run(problem, folder=tmp_path, laplace={"prior_mean": 1.0}, **SMALL)
+    other = copy.deepcopy(model)
+    other[2].bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="model: "):
+        run((other, train, test, None), folder=tmp_path, **SMALL)
+    with torch.no_grad():
+        other[2].bias.requires_grad_(True).add_(1)
+    with pytest.raises(ValueError, match="model: "):
+        run((other, train, test, None), folder=tmp_path, **SMALL)
+
+
+@pytest.mark.parametrize("which", ["train", "test", "ood"])
+@pytest.mark.parametrize("part", [0, 1], ids=["inputs", "labels"])
+def test_finished_cells_are_for_one_set_of_data(problem, tmp_path, which, part):
+    model, train, test, ood = problem
+    loaders = {"train": train, "test": test, "ood": ood}
+
+    def finished(loaders):
+        sets = (model, loaders["train"], loaders["test"], None)
+        return run(sets, ood_loader=loaders["ood"], folder=tmp_path, **SMALL)
+
+    before = finished(loaders)
+    assert finished(loaders) == before
+    tensors = [tensor.clone() for tensor in loaders[which].dataset.tensors]
+    tensors[part][-1] = 1 - tensors[part][-1]  # the last datum only
+    loaders[which] = DataLoader(TensorDataset(*tensors), batch_size=16)
+    with pytest.raises(ValueError, match=rf"data\.{which}_loader.*there.*now.*Remedy.*data_id="):
+        finished(loaders)
+
+
+def test_batch_sizes_and_shuffling_do_not_matter_to_finished_cells(problem, tmp_path, monkeypatch):
+    model, train, test, _ = problem
+    before = run(problem, folder=tmp_path, **SMALL)
+    monkeypatch.setattr(compare_module, "evaluate_sets", never)
+    shuffled = DataLoader(train.dataset, batch_size=9, shuffle=True, drop_last=True)
+    larger = DataLoader(test.dataset, batch_size=40)
+    assert run((model, shuffled, larger, None), folder=tmp_path, **SMALL) == before
+
+
+class Noisy(Dataset):
+    """Training data under random augmentation."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        """Return the number of data."""
+        return len(self.dataset)
+
+    def __getitem__(self, i):
+        """Return a datum with noise."""
+        x, y = self.dataset[i]
+        return x + 0.01 * torch.randn_like(x), y
+
+
+def test_augmented_data_need_a_name(problem, tmp_path):
+    model, train, test, _ = problem
+    noisy = (model, DataLoader(Noisy(train.dataset), batch_size=7), test, None)
+    run(noisy, **SMALL)  # nothing is kept, so nothing has to be recognised
+    with pytest.raises(ValueError, match="'train_loader' to be the same data.*data_id="):
+        run(noisy, folder=tmp_path, **SMALL)
+    kept = run(noisy, folder=tmp_path, data_id="noisy", **SMALL)
+    assert run(noisy, folder=tmp_path, data_id="noisy", **SMALL) == kept
+    with pytest.raises(ValueError, match="data.id: 'noisy' there, 'other' now"):
+        run(noisy, folder=tmp_path, data_id="other", **SMALL)
+
+
+def test_looking_at_the_data_moves_no_generator(problem, tmp_path):
+    model, train, test, _ = problem
+    generator = torch.Generator().manual_seed(3)
+    shuffling = [
+        DataLoader(loader.dataset, batch_size=8, shuffle=True, generator=generator)
+        for loader in (train, test)
+    ]
+    state, own = torch.get_rng_state(), generator.get_state()
+    finished = run((model, *shuffling, None), folder=tmp_path, methods=(), n_draws=1)
+    assert finished.rows == ()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(generator.get_state(), own)
+
+
+def test_custom_methods_keep_their_settings_and_may_be_added(problem, tmp_path):
+    model, train, *_ = problem
+
+    def fit(budget, draw):
+        la = Laplace(model, "classification", "all", "kron", debias="single")
+        la.fit(next(iter(train)), n_data=N)
+        return la
+
+    settings = dict(n_draws=1, budgets=(8,), folder=tmp_path)
+    ours = CustomMethod("ours", fit, {"dtype": "float64"})
+    first = run(problem, methods=(ours,), **settings)
+    both = run(problem, methods=(ours, CustomMethod("more", fit, {"k": 1})), **settings)
+    assert both.methods == ("ours", "more") and both.select("ours") == first.rows
+    other = CustomMethod("ours", never, {"dtype": "float32"})
+    with pytest.raises(ValueError, match="settings.*float32.*ours-8-0.json.*float64.*Remedy"):
+        run(problem, methods=(other,), **settings)
+    run(problem, methods=(CustomMethod("single", fit),), **settings)
+    with pytest.raises(ValueError, match="single-8-0.json made with"):
+        run(problem, methods=("single",), **settings)
+
+
+def test_a_cut_cell_is_named_before_anything_is_computed(problem, tmp_path, monkeypatch):
+    run(problem, folder=tmp_path, **SMALL)
+    path = tmp_path / "single-8-0.json"
+    path.write_text(path.read_text()[:100])
+    monkeypatch.setattr(compare_module, "evaluate_sets", never)
+    with pytest.raises(ValueError, match=r"single-8-0\.json, which cannot be read.*Remedy: delete"):
+        run(problem, folder=tmp_path, **{**SMALL, "n_draws": 2})
+
+
+def test_the_result_is_the_same_with_and_without_a_folder(problem, tmp_path):
+    result = run(problem, folder=tmp_path, **SMALL)
+    assert result == run(problem, **SMALL)
+    assert json.loads(json.dumps(result.config)) == result.config
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["options"] == result.config
+    assert set(stored["data"]) == {"train_loader", "test_loader"}

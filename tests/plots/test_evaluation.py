@@ -22,7 +22,7 @@ def close_figures():
 def result_with(*methods, reference="full"):
     grid, rows = (1.0, 10.0, 100.0), []
     for method in methods:
-        if method == "vanilla":
+        if method == "plain":
             rows.append(ComparisonRow(method, 0, 0, 0, None, {"nll": 0.7, "ece": 0.1}))
             continue
         single = method == reference
@@ -30,21 +30,21 @@ def result_with(*methods, reference="full"):
             for draw in range(1 if single else 3):
                 for delta in grid:
                     value = 1 / delta + (0 if single else 0.1 * draw + 1 / budget)
-                    size = budget // 2 if method == "debiased" else budget
+                    size = budget // 2 if method == "two-batch" else budget
                     metrics = {"nll": value, "ece": value / 2}
                     rows.append(ComparisonRow(method, budget, size, draw, delta, metrics))
     return ComparisonResult(tuple(rows), 100, {})
 
 
 def test_comparison_draws_every_curve():
-    result = result_with("vanilla", "single", "debiased", "full")
+    result = result_with("plain", "single", "two-batch", "full")
     axes = plot_comparison(result, ("nll", "ece"))
     assert [ax.get_ylabel() for ax in axes] == ["NLL", "ECE"]
     assert all(ax.get_xscale() == "log" for ax in axes)
     lines = {line.get_label(): line for line in axes[0].get_lines()}
     assert set(lines) == {
-        "vanilla", "full", "single, 8", "single, 16", "single, 32",
-        "debiased, 2 x 4", "debiased, 2 x 8", "debiased, 2 x 16",
+        "plain", "full", "single, 8", "single, 16", "single, 32",
+        "two-batch, 2 x 4", "two-batch, 2 x 8", "two-batch, 2 x 16",
     }  # fmt: skip
     full = lines["full"]
     np.testing.assert_allclose(full.get_xdata(), [0.01, 0.1, 1.0])  # beta = prior precision / N
@@ -54,11 +54,11 @@ def test_comparison_draws_every_curve():
     bars = axes[0].collections[0].get_segments()
     assert bars[0][1][1] - bars[0][0][1] == pytest.approx(0.2)  # from smallest to largest draw
     markers = {label: line.get_marker() for label, line in lines.items()}
-    assert len({markers["full"], markers["single, 8"], markers["debiased, 2 x 4"]}) == 3
+    assert len({markers["full"], markers["single, 8"], markers["two-batch, 2 x 4"]}) == 3
 
 
 def test_lighter_means_fewer_data():
-    axes = plot_comparison(result_with("single", "debiased", "full"), ("nll",))
+    axes = plot_comparison(result_with("single", "two-batch", "full"), ("nll",))
     lines = {line.get_label(): line for line in axes[0].get_lines()}
     lightness = [np.mean(lines[f"single, {size}"].get_color()) for size in (8, 16, 32)]
     assert lightness == sorted(lightness, reverse=True)
@@ -88,7 +88,7 @@ def test_reliability_diagram():
 def test_runtime_bars():
     runtimes = {
         "single": {"construct": [1.0, 3.0], "sample": [0.5, 0.5]},
-        "debiased": {"construct": [1.0, 3.0], "debias": [0.1, 0.1], "sample": [0.5, 0.5]},
+        "two-batch": {"construct": [1.0, 3.0], "debias": [0.1, 0.1], "sample": [0.5, 0.5]},
     }
     ax = plot_runtimes(runtimes)
     heights = {bar.get_label(): [patch.get_height() for patch in bar] for bar in ax.containers
@@ -96,6 +96,6 @@ def test_runtime_bars():
     assert heights["construct"] == [2.0, 2.0]
     assert heights["debias"] == [0.1]
     assert heights["total"] == pytest.approx([2.5, 2.6])
-    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["single", "debiased"]
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["single", "two-batch"]
     with pytest.raises(ValueError, match="at least one method"):
         plot_runtimes({})

@@ -32,8 +32,7 @@ def test_numbers_match_dense_matrices():
 def test_seeded_resumes_and_leaves_global_state(tmp_path):
     model, loss, X, y = make_classifier()
     state = torch.get_rng_state()
-    path = tmp_path / "report.npz"
-    options = {"k": 2, "draws": 2, "path": path}
+    options = {"k": 2, "draws": 2, "folder": tmp_path / "report"}
     one = curvature_bias_report(model, loss, (X, y), batch_sizes=(6,), **options)
     two = curvature_bias_report(model, loss, (X, y), batch_sizes=(6, 12), **options)
     assert torch.equal(torch.get_rng_state(), state)

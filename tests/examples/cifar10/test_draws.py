@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 from examples.cifar10.draws import NestedDraws
 from examples.cifar10.reference import factors_of
-from laplace_debias.comparison.compare import compare
+from laplace_debias.comparison import CustomMethod, compare
 from tests.examples.cifar10.agreement import assert_same
 
 
@@ -16,9 +16,10 @@ def test_nested_draws_are_the_comparisons_own(problem, budget):
     model.double()
     loader = DataLoader(train.to_dataset(torch.float64), batch_size=32)
     settings = dict(budgets=(budget,), n_draws=2, prior_precisions=(0.1, 3.0), seed=7)
-    own = compare(model, loader, loader, methods=("single", "debiased"), **settings)
+    own = compare(model, loader, loader, methods=("single", "two-batch"), **settings)
     draws = NestedDraws(model, train, [budget], seed=7)
-    nested = compare(model, loader, loader, methods=(), fits=draws.fits, **settings)
+    methods = [CustomMethod(name, fit) for name, fit in draws.fits.items()]
+    nested = compare(model, loader, loader, methods=methods, **settings)
     for a, b in zip(own.rows, nested.rows, strict=True):
         assert (a.method, a.batch_size, a.draw) == (b.method, b.batch_size, b.draw)
         assert b.metrics["nll"] == pytest.approx(a.metrics["nll"], rel=1e-8)

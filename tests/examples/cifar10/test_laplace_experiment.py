@@ -1,12 +1,12 @@
 """The CIFAR example's experiment, whole, on tiny made files and a tiny network."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from examples.cifar10 import draws
 from examples.cifar10 import laplace_experiment as experiment
+from laplace_debias.storage import CellStore
 
 ROOT = Path(__file__).parents[3]
 EXPERIMENT = "--budgets 8 16 --n-test 6 --n-train 4 --n-corrupted 3 --severities 1".split()
@@ -18,10 +18,10 @@ def test_experiment_from_data_to_figure(arguments, library, tmp_path, capsys):
     result = experiment.main(argv)
     assert result.reference == "large-batch" and result.budgets("large-batch") == (24,)
     assert result.methods == (
-        "vanilla",
+        "plain",
         "large-batch",
         "single",
-        "debiased",
+        "two-batch",
         "crossfit-curvature",
     )
     assert len(result.rows) == 1 + 14 * (1 + 3 * 2 * 2)
@@ -30,7 +30,7 @@ def test_experiment_from_data_to_figure(arguments, library, tmp_path, capsys):
     assert betas[0] == pytest.approx(1e-4) and betas[-1] == pytest.approx(10)
     assert {"train_nll", "c1_nll", "c1_auroc"} < set(result.metrics)
     printed = capsys.readouterr().out
-    assert "Gap ratio debiased / single" in printed and "c1     ece" in printed
+    assert "Gap ratio two-batch / single" in printed and "c1     ece" in printed
     ratio = result.gap_ratio("c1_nll")[16]
     line = next(line for line in printed.splitlines() if line.startswith("c1     nll"))
     assert line.split()[-1] == f"{ratio:.2f}"
@@ -57,7 +57,7 @@ def test_experiment_goes_on_after_an_interruption(arguments, tmp_path, monkeypat
     argv = arguments(tmp_path / "cut", *small)
     assert experiment.main([*argv, "--max-images", "20"]) is None  # the reference is not complete
     fitted = []
-    originals = {name: getattr(draws.NestedDraws, name) for name in ("single", "debiased")}
+    originals = {name: getattr(draws.NestedDraws, name) for name in ("single", "two_batch")}
 
     def spy(name, stop):
         def fit(self, budget, draw):
@@ -78,19 +78,18 @@ def test_experiment_goes_on_after_an_interruption(arguments, tmp_path, monkeypat
     assert len(result.rows) == len(expected.rows)
     for row, other in zip(result.rows, expected.rows, strict=True):
         assert row.metrics == pytest.approx(other.metrics, rel=1e-4)
-    # full + single-0 were finished together; debiased-0 was fitted, but its group was cut
+    # full + single-0 were finished together; two-batch-0 was fitted, but its group was cut
     assert fitted.count(("single", 8, 0)) == 1
-    assert fitted.count(("debiased", 8, 0)) == 2
+    assert fitted.count(("two_batch", 8, 0)) == 2
     assert len(fitted) == 2 + 3
 
 
 def test_redrawing_takes_the_largest_reference(tmp_path):
     def cell(name, method, budget, nll):
         row = dict(method=method, budget=budget, batch_size=budget, draw=0, prior_precision=1.0)
-        content = {"fingerprint": "", "content": [row | {"metrics": {"nll": nll}}]}
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        store.put(name, [row | {"metrics": {"nll": nll}}])
 
-    (tmp_path / "config.json").write_text('{"n_data": 32}')
+    store = CellStore(tmp_path, {"options": {"n_data": 32}})
     cell("single-8-0", "single", 8, 2.0)
     cell("large-batch-16-a", "large-batch", 16, 5.0)
     cell("large-batch-24-b", "large-batch", 24, 1.5)
@@ -106,7 +105,7 @@ def test_redrawing_takes_the_largest_reference(tmp_path):
 def test_the_reported_run_can_be_redrawn():
     result = experiment.load_cells(ROOT / "examples" / "cifar10" / "reported" / "cells")
     assert (result.reference, result.budgets("large-batch")) == ("large-batch", (8000,))
-    methods, budgets = ("single", "debiased", "crossfit-curvature"), (64, 256, 1024)
+    methods, budgets = ("single", "two-batch", "crossfit-curvature"), (64, 256, 1024)
     for method in methods:
         assert {(row.budget, row.draw) for row in result.select(method)} == {
             (budget, draw) for budget in budgets for draw in range(5)

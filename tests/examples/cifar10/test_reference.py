@@ -7,7 +7,6 @@ from examples.cifar10 import reference
 from examples.cifar10.data import normalise
 from examples.networks import make_model
 from laplace_debias.kfac.engine import kfac_factors
-from laplace_debias.kfac.factors import DataFactors
 from tests.examples.cifar10.agreement import assert_same
 from tests.examples.cifar10.conftest import MODEL
 
@@ -27,13 +26,12 @@ def test_reference_goes_on_and_grows(problem, tmp_path):
         model64.load_state_dict(model.state_dict())
         for name, p in model64.named_parameters():
             p.requires_grad_(name.endswith("weight"))
-        kfac = kfac_factors(model64, X, y[order[:n]], likelihood="classification")
-        return DataFactors([list(block) for block in kfac.blocks], n, kfac.loss, 10)
+        return kfac_factors(model64, X, y[order[:n]], likelihood="classification")
 
     assert_same(resumed, oracle(20))
     assert_same(reference.reference_factors(model, train, 32, path, **options), oracle(32))
     assert next(model.parameters()).dtype == torch.float32
-    assert not list(tmp_path.glob("*.partial"))
+    assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(ValueError, match="at most 20 images in .* got 32"):
         reference.reference_factors(model, train, 20, path, **options)
     with pytest.raises(ValueError, match="'seed': \\(4, 5\\)"):
