@@ -89,7 +89,6 @@ def reference_posterior(
 ) -> DebiasedKronLaplace | None:
     """Fit the reference, as far as its file goes; ``None`` if it is not complete yet."""
     N = len(cifar.train)
-    kind = [args.factor_dtype, *args.curvature.settings.values()]
     factors = reference_factors(
         model,
         cifar.train,

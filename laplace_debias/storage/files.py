@@ -40,7 +40,8 @@ def write_content(path: str | Path, content: Any) -> Path:
         ...     read_content(path)
         {'x': tensor([1., 1.]), 'seed': 0}
     """
-    path, arrays = Path(path), {}
+    path = Path(path)
+    arrays: dict[str, Tensor] = {}
     text = _dumps(_split(content, arrays, _TENSOR))
     if path.suffix == ".npz":
         values = {key: tensor.numpy() for key, tensor in arrays.items()}
@@ -62,7 +63,8 @@ def read_content(path: str | Path) -> Any:
         FileNotFoundError: If there is none.
         ValueError: If the file is cut off, damaged or of another kind; the message names it.
     """
-    path, arrays = Path(path), {}
+    path = Path(path)
+    arrays: dict[str, Tensor] = {}
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as file:
