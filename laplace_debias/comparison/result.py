@@ -148,7 +148,7 @@ class ComparisonResult:
         Args:
             metric: One of ``metrics``.
         """
-        groups: dict[tuple, list[float]] = {}
+        groups: dict[tuple[str, int, float | None], list[float]] = {}
         for row in self.rows:
             key = (row.method, row.budget, row.prior_precision)
             groups.setdefault(key, []).append(self._value(row, metric))
@@ -179,7 +179,7 @@ class ComparisonResult:
         if None in curves:  # the plain model: a horizontal line
             curves = {delta: curves[None] for delta in reference}
         if set(curves) - set(reference):
-            missing = sorted(set(curves) - set(reference))
+            missing = sorted(d for d in set(curves) - set(reference) if d is not None)
             raise ValueError(
                 f"Expected the reference at every prior precision of {method!r}, got none at "
                 f"{missing}. Remedy: run both over the same grid."

@@ -49,6 +49,7 @@ class TrainingData:
         """Inputs and targets of mini-batches on the device, checked; by default the loader's."""
         batches = self.loader if batches is None else batches
         for X, y in read(batches, self.device, self.key_y, name=name):
+            assert y is not None  # the reader refuses mini-batches without targets
             yield (X, y) if self.cast is None else (self.cast(X), self.cast(y))
 
     def in_roles(self) -> Iterator[tuple[str, Batch]]:
@@ -164,7 +165,7 @@ def training_size(
             )
         return int(n_data)
     remedy = "Remedy: pass the number of training data as `n_data`."
-    dataset = getattr(train_loader, "dataset", None)
+    dataset: Any = getattr(train_loader, "dataset", None)
     if curvature_loader is not None and getattr(curvature_loader, "dataset", None) is not dataset:
         raise ValueError(
             "Expected `n_data`, because the two loaders read different datasets and neither need "

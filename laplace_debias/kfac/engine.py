@@ -34,7 +34,7 @@ from laplace_debias.network.loss import (
     likelihood_name,
     loss_sum,
 )
-from laplace_debias.network.ownership import owned_parameters
+from laplace_debias.network.ownership import KFACLayer, owned_parameters
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder, check_outputs
 
@@ -110,7 +110,7 @@ class Engine:
     sampler: Sampler = "trace"
     generator: torch.Generator | None = None
     embed: Callable[[Inputs], Inputs] | None = None
-    params: Iterable[nn.Parameter] | None = None
+    params: Iterable[Tensor] | None = None
     cost: FitCost = field(default_factory=FitCost)
 
     def __post_init__(self) -> None:
@@ -174,7 +174,8 @@ class Engine:
 
         def on_input(layer: nn.Module, a: Tensor) -> None:
             for gram in listeners.get(layer, ()):
-                gram.add(layer, a)
+                if isinstance(layer, KFACLayer):
+                    gram.add(layer, a)
             if isinstance(layer, nn.Linear) and layer.in_features >= rows_from:
                 kept = a.to(accumulation_dtype(a.dtype), copy=True)
                 rows.setdefault(layer, []).append(kept)
@@ -228,10 +229,11 @@ class Engine:
             for layer in self._layers
         }
         calls = [call for layer in self._layers for call in recorder.calls[layer]]
+        edges = [call.edge for call in calls if call.edge is not None]  # all, see _check_called
         for k, v in enumerate(V):
             gradients = torch.autograd.grad(
                 f,
-                [call.edge for call in calls],
+                edges,
                 v,
                 retain_graph=k + 1 < len(V),
                 allow_unused=True,  # None: the output does not depend on the layer
@@ -269,7 +271,7 @@ def kfac_factors(
     y: Tensor | None = None,
     *,
     likelihood: str,
-    params: Iterable[nn.Parameter] | None = None,
+    params: Iterable[Tensor] | None = None,
     weights: Tensor | None = None,
     fisher: Fisher = "exact",
     kfac_approx: KFACApprox = "expand",

@@ -55,13 +55,14 @@ def likelihood_name(likelihood: Any) -> Likelihood:
         >>> likelihood_name("regression")
         'regression'
     """
+    names: dict[Any, Likelihood] = {"classification": "classification", "regression": "regression"}
     name = getattr(likelihood, "value", likelihood)
-    if name == "classification" or name == "regression":
-        return name
-    raise ValueError(
-        f"Expected likelihood 'classification' or 'regression', got {likelihood!r}. Remedy: use "
-        "`debias=False` for other likelihoods."
-    )
+    if name not in names:
+        raise ValueError(
+            f"Expected likelihood 'classification' or 'regression', got {likelihood!r}. Remedy: "
+            "use `debias=False` for other likelihoods."
+        )
+    return names[name]
 
 
 def softmax_hessian_root(logits: Tensor) -> Tensor:

@@ -136,6 +136,7 @@ def root(covariance: Tensor) -> Tensor:
         >>> torch.allclose(L @ L.T, torch.ones(2, 2), atol=1e-6)
         True
     """
+    L: Tensor
     L, info = torch.linalg.cholesky_ex(covariance)
     failed = (info > 0) & torch.isfinite(covariance).all(-1).all(-1)
     if failed.any():

@@ -99,7 +99,8 @@ class DirectionalBias(SavedResult):
         """Return the measured values by name."""
         if kind not in KINDS:
             raise ValueError(f"Expected kind in {KINDS}, got {kind!r}. Remedy: pass one of them.")
-        return getattr(self, kind)
+        values: Tensor = getattr(self, kind)
+        return values
 
 
 def choose_directions(
@@ -125,7 +126,7 @@ def choose_directions(
         return top_eigenvectors(quadratic, k).vectors, None
     if directions == "cg":
         solution = cg(quadratic, max_iter=k, rtol=0.0)
-        return solution.directions, solution.magnitudes
+        return solution.unit_directions, solution.magnitudes
     raise ValueError(
         f"Expected directions in {DIRECTIONS}, got {directions!r}. Remedy: pass one of them."
     )

@@ -56,20 +56,21 @@ class CurvatureBiasReport(SavedResult):
             estimate: ``"same"`` (one mini-batch) or ``"other"`` (debiased).
             top: How many of the k directions count; ``None``: all.
         """
-        if estimate not in ("same", "other"):
-            raise ValueError(
-                f"Expected estimate 'same' or 'other', got {estimate!r}. Remedy: pass one of them."
-            )
-        return getattr(self, estimate)[..., :top].sum((1, 2)) / self.full[..., :top].sum((1, 2))
+        return self._estimate(estimate)[..., :top].sum((1, 2)) / self.full[..., :top].sum((1, 2))
 
     def relative_error(self, estimate: str = "same") -> Tensor:
         """Return the median of ``|estimate - full| / |full|``, shape ``[S]``."""
-        if estimate not in ("same", "other"):
+        errors = (self._estimate(estimate) - self.full).abs() / self.full.abs()
+        medians: Tensor = errors.flatten(1).median(1).values
+        return medians
+
+    def _estimate(self, name: str) -> Tensor:
+        """The measured curvatures by name."""
+        if name not in ("same", "other"):
             raise ValueError(
-                f"Expected estimate 'same' or 'other', got {estimate!r}. Remedy: pass one of them."
+                f"Expected estimate 'same' or 'other', got {name!r}. Remedy: pass one of them."
             )
-        errors = (getattr(self, estimate) - self.full).abs() / self.full.abs()
-        return errors.flatten(1).median(1).values
+        return self.same if name == "same" else self.other
 
     @property
     def sufficient_batch_size(self) -> int | None:

@@ -61,13 +61,14 @@ class SavedResult:
                 f"Expected a saved {cls.__name__} in {path}, got {kind}. Remedy: load it with the "
                 "class that saved it."
             )
-        return _result(content)
+        result: Result = _result(content)
+        return result
 
 
 def _content(result: SavedResult) -> dict[str, Any]:
     """A result as nested mappings."""
     fields: dict[str, Any] = {}
-    for field in dataclasses.fields(result):  # type: ignore[arg-type]
+    for field in dataclasses.fields(result):  # type: ignore[arg-type]  # subclasses are dataclasses
         value = getattr(result, field.name)
         if isinstance(value, tuple) and value and isinstance(value[0], SavedResult):
             value = [_content(part) for part in value]
@@ -86,8 +87,9 @@ def _result(content: dict[str, Any]) -> Any:
     return {cls.__name__: cls for cls in _subclasses(SavedResult)}[content["type"]](**fields)
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
     """All classes below a class."""
+    below: type[Any]
     for below in cls.__subclasses__():
         yield below
         yield from _subclasses(below)
