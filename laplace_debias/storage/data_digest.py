@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, RandomSampler, Subset
 
 from laplace_debias.data.pool import is_map_style
 from laplace_debias.data.reading import as_batches
@@ -76,7 +76,8 @@ def _readers(data: Iterable[Any], name: str, remedy: str) -> tuple[Reader, Reade
         return lambda: iter(batches), lambda: islice(batches, 1)
     assert isinstance(data, DataLoader)
     one, two = ([i for batch in data.batch_sampler or () for i in batch] for _ in range(2))
-    if one != two:  # shuffled
+    # two shuffles of few data may agree by chance, so the sampler is asked as well
+    if one != two or isinstance(data.sampler, RandomSampler):
         one, two = sorted(one), sorted(two)
     if one != two:
         raise ValueError(
