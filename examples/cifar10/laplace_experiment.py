@@ -94,15 +94,7 @@ def reference_posterior(
         model,
         cifar.train,
         args.reference_size or N,
-        cache
-        / "_".join(
-            [
-                "reference",
-                args.factor_dtype,
-                *args.curvature.settings.values(),
-                f"seed{args.seed}.pt",
-            ]
-        ),
+        cache / f"reference_{'_'.join(kind)}_seed{args.seed}.pt",
         dtype=DTYPES[args.factor_dtype],
         seed=args.seed,
         chunk=args.chunk,
