@@ -18,6 +18,7 @@ from laplace_debias.data.chunks import Chunk, gather, partition
 from laplace_debias.quadratics.bias import choose_directions
 from laplace_debias.quadratics.quadratic import Quadratic
 from laplace_debias.storage.cells import CellStore
+from laplace_debias.storage.export import tidy
 from laplace_debias.storage.results import SavedResult
 
 
@@ -48,6 +49,12 @@ class CurvatureBiasReport(SavedResult):
     same: Tensor
     other: Tensor
     full: Tensor
+
+    def rows(self) -> tuple[list[str], list[list[Any]]]:
+        """Return names of columns, and one row per batch size, draw and direction."""
+        _, draws, k = self.same.shape
+        labels = {"batch_size": self.batch_sizes, "draw": range(draws), "direction": range(k)}
+        return tidy(labels, {"same": self.same, "other": self.other, "full": self.full})
 
     def overestimation(self, estimate: str = "same", top: int | None = None) -> Tensor:
         """Return estimated over true curvature, summed over draws and directions, shape ``[S]``.
