@@ -89,19 +89,12 @@ def reference_posterior(
 ) -> DebiasedKronLaplace | None:
     """Fit the reference, as far as its file goes; ``None`` if it is not complete yet."""
     N = len(cifar.train)
+    kind = [args.factor_dtype, *args.curvature.settings.values()]
     factors = reference_factors(
         model,
         cifar.train,
         args.reference_size or N,
-        cache
-        / "_".join(
-            [
-                "reference",
-                args.factor_dtype,
-                *args.curvature.settings.values(),
-                f"seed{args.seed}.pt",
-            ]
-        ),
+        cache / f"reference_{'_'.join(kind)}_seed{args.seed}.pt",
         dtype=DTYPES[args.factor_dtype],
         seed=args.seed,
         chunk=args.chunk,

@@ -87,9 +87,7 @@ class _Run:
     def uniform(self) -> FitResult:
         """Consecutive data of the loader, cut into folds; further ones for the input factors."""
         batches = self.read("folds")
-        first = next(batches, None)
-        if first is None:
-            raise self.too_few(0, self.options.n_curvature or self.options.n_folds)
+        first = next(batches)
         options = self.options.resolved(len(first[1]))
         K, M = options.n_folds, options.n_curvature
         extra = max(0, options.n_input - M)
@@ -220,8 +218,7 @@ class _Run:
             seen += len(y)
             if seen >= passed.options.n_pool:
                 break
-        if passed is None:
-            raise self.too_few(0, self.options.n_folds)
+        assert passed is not None  # the reader refuses an empty loader
         folds = []
         for fold, items in zip(reservoirs, kept, strict=True):
             draw = fold.draw()

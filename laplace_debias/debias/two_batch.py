@@ -63,7 +63,7 @@ def fit_single(
         >>> fit.n_data, fit.lam is fit.lam_tilde
         (100, True)
     """
-    batches = ((DIRECTIONS, batch) for batch in data.all_of(data.loader, "train_loader"))
+    batches = ((DIRECTIONS, batch) for batch in data.read())
     roles = _accumulate(engine, batches, progress_bar)
     data.check_seen({role: total.n for role, total in roles.items()}, disjoint=True)
     with engine.cost.stage("decompositions"):

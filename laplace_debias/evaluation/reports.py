@@ -1,14 +1,24 @@
-"""What an evaluation found: frozen results that become a dict, JSON or a table."""
+"""What an evaluation found: frozen results that become a dict, JSON, CSV or a table."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from laplace_debias.storage.export import (
+    rows_to_csv,
+    rows_to_dataframe,
+    to_json_text,
+    write_text,
+)
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 __all__ = [
     "CalibrationReport",
@@ -161,13 +171,37 @@ class CalibrationReport:
         """Return everything as plain dictionaries, lists and numbers."""
         return asdict(self)
 
-    def to_json(self, indent: int | None = None) -> str:
-        """Return `to_dict` as JSON.
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return everything as JSON, bins included, and write it to ``path`` if one is given.
 
         Args:
-            indent: Passed to ``json.dumps``.
+            path: The file; ``NaN`` and infinities are written as
+                :func:`laplace_debias.storage.export.to_json_text` says.
         """
-        return json.dumps(self.to_dict(), indent=indent)
+        return write_text(to_json_text(self.to_dict()), path)
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """Return :meth:`scalars` as CSV with one row, and write it to ``path`` if one is given.
+
+        Args:
+            path: The file.
+
+        Example:
+            >>> print(RegressionReport(n_data=2, nll=1.0, rmse=0.5, coverage={0.9: 1.0}).to_csv())
+            n_data,nll,rmse,coverage_90
+            2,1.0,0.5,1.0
+        """
+        numbers = self.scalars()
+        return rows_to_csv(list(numbers), [list(numbers.values())], path)
+
+    def to_dataframe(self) -> DataFrame:
+        """Return :meth:`scalars` as a pandas data frame with one row.
+
+        Raises:
+            ImportError: If pandas, which is optional, is not installed.
+        """
+        numbers = self.scalars()
+        return rows_to_dataframe(list(numbers), [list(numbers.values())])
 
     def table(self) -> str:
         """Return one line per number, aligned.
@@ -211,7 +245,7 @@ class ClassificationReport(CalibrationReport):
     Attributes:
         n_data: Number of predictions evaluated.
         accuracy: Share of predictions whose most probable class is the label.
-        nll: Mean of -log p_y, in nats.
+        nll: Mean of -log p_y, in nats; infinite if a log p_y is.
         ece: Expected calibration error: torchmetrics' ``MulticlassCalibrationError`` with 15 bins
             and the L1 norm (other bin counts on request).
         brier: Mean of the sum over classes of (p_c - 1[c = y])^2, between 0 and 2.

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
-import os
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+from laplace_debias.storage.export import (
+    rows_to_csv,
+    rows_to_dataframe,
+    to_json_text,
+    write_text,
+)
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+__all__ = ["SweepResult"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +30,8 @@ class SweepResult:
     Attributes:
         prior_precisions: The grid, ``[k]``, or ``[k, n_blocks]`` if layer-wise.
         values: One value per grid point for every metric.
-        higher_is_better: The direction of every metric.
+        higher_is_better: The direction of every metric; ``None`` where there is none, as for an
+            entropy.
         n_data: Number of data that the values are computed from.
         link_approx: The link approximation used (``None`` for regression).
 
@@ -35,7 +46,7 @@ class SweepResult:
 
     prior_precisions: Tensor
     values: dict[str, tuple[float, ...]]
-    higher_is_better: dict[str, bool]
+    higher_is_better: dict[str, bool | None]
     n_data: int
     link_approx: str | None
 
@@ -50,15 +61,20 @@ class SweepResult:
         smallest or the largest of them.
 
         Raises:
-            ValueError: If the metric is unknown, or NaN everywhere.
+            ValueError: If the metric is unknown, has no direction, or is NaN everywhere.
         """
         values = self._of(metric)
+        if self.higher_is_better[metric] is None:
+            raise ValueError(
+                f"Expected a metric that says whether large or small values are better, got "
+                f"{metric!r}. Remedy: choose by another, such as 'nll'."
+            )
         sign = -1 if self.higher_is_better[metric] else 1
         finite = [i for i, v in enumerate(values) if not math.isnan(v)]
         if not finite:
             raise ValueError(
                 f"Expected a number at some grid point, got NaN for {metric!r} at all "
-                f"{len(values)}. Check the inputs for NaN, and the model's outputs."
+                f"{len(values)}. Remedy: check the model's outputs, and the fitted curvature."
             )
         if len(finite) < len(values):
             warnings.warn(
@@ -96,42 +112,41 @@ class SweepResult:
         """Return :meth:`table`."""
         return self.table()
 
-    def to_csv(self, path: str | os.PathLike | None = None) -> str:
-        """Return the values as CSV, and write them to ``path`` if one is given."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        rows = self.prior_precisions.reshape(len(self.prior_precisions), -1).tolist()
-        heads = (
-            ["prior_precision"]
-            if len(rows[0]) == 1
-            else [f"prior_precision_{j}" for j in range(len(rows[0]))]
-        )
-        writer.writerow([*heads, *self.values])
-        for i, row in enumerate(rows):
-            writer.writerow([*row, *(self.values[name][i] for name in self.values)])
-        return _write(out.getvalue(), path)
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """Return one row per grid point as CSV, and write it to ``path`` if one is given."""
+        return rows_to_csv(*self._rows(), path)
 
-    def to_json(self, path: str | os.PathLike | None = None) -> str:
-        """Return everything as JSON (NaN as null), and write it to ``path`` if one is given."""
-        values = {
-            name: [v if math.isfinite(v) else None if math.isnan(v) else str(v) for v in vs]
-            for name, vs in self.values.items()
-        }
-        content = {
-            "prior_precisions": self.prior_precisions.tolist(),
-            "values": values,
-            "higher_is_better": self.higher_is_better,
-            "n_data": self.n_data,
-            "link_approx": self.link_approx,
-        }
-        return _write(json.dumps(content, indent=2) + "\n", path)
+    def to_dataframe(self) -> DataFrame:
+        """Return one row per grid point as a pandas data frame.
+
+        Raises:
+            ImportError: If pandas, which is optional, is not installed.
+        """
+        return rows_to_dataframe(*self._rows())
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return everything as JSON, and write it to ``path`` if one is given.
+
+        ``NaN`` and infinities are written as
+        :func:`laplace_debias.storage.export.to_json_text` says.
+        """
+        return write_text(to_json_text(self), path)
+
+    def _rows(self) -> tuple[list[str], list[list[float]]]:
+        """Names of columns, and one row per grid point."""
+        grid = self.prior_precisions.reshape(len(self.prior_precisions), -1).tolist()
+        heads = [f"prior_precision_{j}" for j in range(len(grid[0]))]
+        heads = ["prior_precision"] if len(heads) == 1 else heads
+        columns = zip(*self.values.values(), strict=True)
+        rows = [[*point, *row] for point, row in zip(grid, columns, strict=True)]
+        return [*heads, *self.values], rows
 
     def _of(self, metric: str) -> tuple[float, ...]:
         """Return a metric's values, or say which there are."""
         if metric not in self.values:
             raise ValueError(
                 f"Expected a metric of this sweep, {list(self.values)}, got {metric!r}. "
-                "Name it in sweep_prior_precision(..., metrics=...)."
+                "Remedy: name it in sweep_prior_precision(..., metrics=...)."
             )
         return self.values[metric]
 
@@ -140,11 +155,3 @@ class SweepResult:
         if self.prior_precisions.ndim == 1:
             return [f"{value:.6g}" for value in self.prior_precisions.tolist()]
         return [f"layer-wise {i}" for i in range(len(self.prior_precisions))]
-
-
-def _write(text: str, path: str | os.PathLike | None) -> str:
-    """Write text to a file if there is one; return it."""
-    if path is not None:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    return text

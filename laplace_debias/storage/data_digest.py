@@ -72,7 +72,7 @@ def data_hash(data: Iterable[Any], name: str = "data") -> str:
 def _readers(data: Iterable[Any], name: str, remedy: str) -> tuple[Reader, Reader]:
     """Functions that read all mini-batches, and some of them."""
     if not is_map_style(data):
-        batches = as_batches(data)
+        batches = as_batches(data, labelled=False, name=name)
         return lambda: iter(batches), lambda: islice(batches, 1)
     assert isinstance(data, DataLoader)
     one, two = ([i for batch in data.batch_sampler or () for i in batch] for _ in range(2))

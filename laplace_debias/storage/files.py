@@ -44,7 +44,7 @@ def write_content(path: str | Path, content: Any) -> Path:
     arrays: dict[str, Tensor] = {}
     text = _dumps(_split(content, arrays, _TENSOR))
     if path.suffix == ".npz":
-        values = {key: tensor.numpy() for key, tensor in arrays.items()}
+        values: dict[str, Any] = {key: tensor.numpy() for key, tensor in arrays.items()}
         values[_META] = np.array(text)
         return write_atomically(path, lambda file: np.savez_compressed(file, **values))
     if path.suffix == ".json" and not arrays:
