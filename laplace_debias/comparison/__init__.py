@@ -1,7 +1,7 @@
 """Methods against each other, at equal budgets and over many draws."""
 
 from laplace_debias.comparison.compare import compare
-from laplace_debias.comparison.options import CustomMethod, Prediction, Reference, Work
+from laplace_debias.comparison.options import CustomMethod, Fit, Prediction, Reference, Work
 from laplace_debias.comparison.result import ComparisonResult, ComparisonRow, Gap, Summary
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Gap",
     "Prediction",
     "Reference",
+    "Fit",
     "Summary",
     "Work",
     "compare",

@@ -34,6 +34,8 @@ from laplace_debias.comparison.runs import evaluate_sets, laplace_run, plain_run
 from laplace_debias.data.reading import as_batches
 from laplace_debias.debias.options import CrossfitOptions
 from laplace_debias.evaluation.sweep import default_grid
+from laplace_debias.network.upstream import decomposed
+from laplace_debias.posterior.debiased import DebiasedPosterior
 from laplace_debias.posterior.factory import Laplace
 from laplace_debias.storage.cells import CellStore
 from laplace_debias.storage.fingerprints import plain_options, tensors_hash
@@ -45,7 +47,7 @@ _BUILT_IN = (PLAIN, SINGLE, TWO_BATCH, CROSSFIT, FULL, LARGE)
 
 def compare(
     model: nn.Module,
-    train_loader: DataLoader,
+    train_loader: DataLoader[Any],
     test_loader: Iterable[Any],
     *,
     ood_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
@@ -136,7 +138,7 @@ def compare(
         "laplace": plain_options(laplace),
     }
     data = {f"ood_loader {k}" if k else "test_loader": loader for k, loader in sets.items()}
-    data["train_loader"] = _drawn_from(train_loader)
+    data["train_loader"] = _drawn_from(train_loader, N)
     store = CellStore.for_run(folder, model, data, options=config, data_id=data_id)
 
     def posterior(method: str, budget: int, draw: int) -> KronLaplace:
@@ -148,16 +150,21 @@ def compare(
         if method == CROSSFIT:  # draws for itself, from all data
             generator = torch.Generator().manual_seed(seed * 1_000_003 + draw + 1)
             kwargs = {"n_curvature": budget, "generator": generator, **laplace}
-            first, second = _shuffled(train_loader, generator), []
+            first, second = _shuffled(train_loader, N, generator), []
         else:
             roles = 2 if method == TWO_BATCH else 1
             first, *second = _draw_loaders(train_loader, N, budget, roles, seed, draw)
         debias = SINGLE if method in (FULL, LARGE) else method
         la = Laplace(model, "classification", hessian_structure="kron", debias=debias, **kwargs)
+        if not isinstance(la, DebiasedPosterior):
+            raise TypeError(
+                f"Expected a debiased Kron posterior, got {type(la).__name__}. Remedy: leave "
+                "`debias` out of `laplace`."
+            )
         la.fit(first, curvature_loader=second[0] if second else None, n_data=N)
         return la
 
-    def evaluated(cells: list[_Cell]) -> list[list[dict]]:
+    def evaluated(cells: list[_Cell]) -> list[list[dict[str, Any]]]:
         """Rows of some cells, from shared passes over the data."""
         if cells[0].method == PLAIN:
             run = plain_run(model, laplace.get("dict_key_y", "labels"))
@@ -165,7 +172,7 @@ def compare(
         else:
             las = [posterior(*cell) for cell in cells]
             run = laplace_run(las, grid, prediction.link_approx, prediction.n_samples, seed)
-            deltas = grid
+            deltas = [*grid]
         values = iter(evaluate_sets(run, sets, len(cells) * len(deltas), prediction.n_bins))
         return [[cell.row(delta, next(values)) for delta in deltas] for cell in cells]
 
@@ -195,8 +202,8 @@ def compare(
             for name, rows in zip(group, made, strict=True):
                 finished[name] = store.put(name, rows, settings.get(name))
             bar.update(len(group))
-    rows = tuple(ComparisonRow(**row) for name in cells for row in finished[name])
-    return ComparisonResult(rows, N, config)
+    found = tuple(ComparisonRow(**row) for name in cells for row in finished[name])
+    return ComparisonResult(found, N, config)
 
 
 class _Cell(NamedTuple):
@@ -206,7 +213,7 @@ class _Cell(NamedTuple):
     budget: int
     draw: int
 
-    def row(self, delta: float | None, metrics: dict[str, float]) -> dict:
+    def row(self, delta: float | None, metrics: dict[str, float]) -> dict[str, Any]:
         """A row of the result."""
         size = self.budget // 2 if self.method == TWO_BATCH else self.budget
         draw = max(self.draw, 0)
@@ -218,7 +225,7 @@ def _reference_cell(reference: Reference, N: int) -> dict[str, _Cell]:
     name, size = (FULL, N) if reference.size is None else (LARGE, reference.size)
     key = name if size == N else f"{name}-{size}"
     if reference.posterior is not None:
-        eigenvalues = reference.posterior.H.eigenvalues
+        eigenvalues = decomposed(reference.posterior).eigenvalues
         key += f"-{tensors_hash(values for block in eigenvalues for values in block)}"
     return {key: _Cell(name, size, -1)}
 
@@ -253,13 +260,13 @@ def _groups(names: list[str], cells: Mapping[str, _Cell], size: int) -> Iterator
 
 
 def _check(
-    train_loader: DataLoader,
+    train_loader: DataLoader[Any],
     budgets: Sequence[int],
     n_draws: int,
     reference_size: int | None,
 ) -> int:
     """Return N; raise if the arguments do not fit together."""
-    dataset = getattr(train_loader, "dataset", None)
+    dataset: Any = getattr(train_loader, "dataset", None)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise ValueError(
             "Expected a DataLoader with a map-style dataset, to draw mini-batches from, got "
@@ -292,21 +299,21 @@ def _named_sets(
     return sets | (dict(ood_loader) if isinstance(ood_loader, Mapping) else {"ood": ood_loader})
 
 
-def _drawn_from(train_loader: DataLoader) -> DataLoader:
+def _drawn_from(train_loader: DataLoader[Any], N: int) -> DataLoader[Any]:
     """All data that may be drawn, whatever the loader's sampler."""
     return DataLoader(
         train_loader.dataset,
-        batch_size=train_loader.batch_size or len(train_loader.dataset),
+        batch_size=train_loader.batch_size or N,
         num_workers=getattr(train_loader, "num_workers", 0),
         collate_fn=train_loader.collate_fn,
     )
 
 
-def _shuffled(train_loader: DataLoader, generator: torch.Generator) -> DataLoader:
+def _shuffled(train_loader: DataLoader[Any], N: int, generator: torch.Generator) -> DataLoader[Any]:
     """All training data in a random order."""
     return DataLoader(
         train_loader.dataset,
-        batch_size=train_loader.batch_size or len(train_loader.dataset),
+        batch_size=train_loader.batch_size or N,
         shuffle=True,
         generator=generator,
         collate_fn=train_loader.collate_fn,
@@ -314,8 +321,8 @@ def _shuffled(train_loader: DataLoader, generator: torch.Generator) -> DataLoade
 
 
 def _draw_loaders(
-    train_loader: DataLoader, N: int, budget: int, roles: int, seed: int, draw: int
-) -> list[DataLoader]:
+    train_loader: DataLoader[Any], N: int, budget: int, roles: int, seed: int, draw: int
+) -> list[DataLoader[Any]]:
     """One loader per role, over equal shares of ``budget`` random data."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + draw + 1)
     order = torch.randperm(N, generator=generator)[:budget]

@@ -53,7 +53,8 @@ def plain_run(model: nn.Module, key_y: str = "labels") -> Run:
         device = next(model.parameters()).device
         with evaluation_mode(model):
             for X, y in read(loader, device, key_y, **reading):
-                update(0, *predict(X), y)
+                (log_probs,) = predict(X)
+                update(0, log_probs, y)
 
     return run
 
@@ -120,7 +121,12 @@ def evaluate_sets(
     for prefix, loader in sets.items():
         metrics = [CalibrationMetrics(n_bins) for _ in range(k)]
 
-        def update(i: int, log_probs: Tensor, y: Tensor | None, metrics: list = metrics) -> None:
+        def update(
+            i: int,
+            log_probs: Tensor,
+            y: Tensor | None,
+            metrics: list[CalibrationMetrics] = metrics,
+        ) -> None:
             if y is None:
                 metrics[i].update_ood(log_probs)
             else:

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
-from typing import Any
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.data.inputs import Inputs, size_of
+from laplace_debias.data.inputs import Batch, Inputs, size_of
 
 __all__ = ["as_batches", "check_targets", "read", "unpack"]
+
+
+@overload
+def read(
+    loader: Iterable[Any],
+    device: torch.device,
+    key_y: str = "labels",
+    *,
+    labelled: Literal[True] = True,
+    name: str = "loader",
+    progress: str | None = None,
+) -> Iterator[Batch]: ...
+
+
+@overload
+def read(
+    loader: Iterable[Any],
+    device: torch.device,
+    key_y: str = "labels",
+    *,
+    labelled: bool,
+    name: str = "loader",
+    progress: str | None = None,
+) -> Iterator[tuple[Inputs, Tensor | None]]: ...
 
 
 def read(
@@ -22,7 +46,7 @@ def read(
     labelled: bool = True,
     name: str = "loader",
     progress: str | None = None,
-) -> Iterator[tuple[Inputs, Tensor | None]]:
+) -> Iterator[tuple[Inputs, Any]]:
     """Read inputs and targets, mini-batch by mini-batch, from anything that holds data.
 
     Mini-batches without a row are skipped.
@@ -135,7 +159,7 @@ def _parts(batch: Any, dict_key_y: str, labelled: bool) -> tuple[Any, Any]:
     )
 
 
-def _raise_unlabelled(batch: Any, dict_key_y: str) -> None:
+def _raise_unlabelled(batch: Any, dict_key_y: str) -> NoReturn:
     """Say where the targets of a mini-batch were expected."""
     if isinstance(batch, MutableMapping):
         raise ValueError(

@@ -94,52 +94,56 @@ def evaluate(
         >>> report.n_data, report.accuracy
         (4, 0.5)
     """
-    is_laplace = isinstance(predictor, BaseLaplace)
-    if not is_laplace and not isinstance(predictor, nn.Module):
+    model: nn.Module
+    noise: float | Tensor = sigma_noise
+    if isinstance(predictor, BaseLaplace):
+        _check_laplace(predictor, likelihood)
+        model, kind = predictor.model, likelihood_name(predictor.likelihood)
+        device, key_y, noise = device_of(predictor), predictor.dict_key_y, predictor.sigma_noise
+        predict = laplace_predictor(predictor, pred_type, link_approx, n_samples)
+    elif isinstance(predictor, nn.Module):
+        kind = likelihood_name(likelihood or "classification")
+        model, key_y = predictor, "labels"
+        first = next(iter([*model.parameters(), *model.buffers()]), torch.empty(0))
+        device = first.device
+        predict = model_predictor(model, kind)
+    else:
         raise ValueError(
             "Expected a fitted Laplace approximation or an nn.Module, got "
             f"{type(predictor).__name__}. Remedy: feed `CalibrationMetrics` with log-probabilities "
             "of any other origin."
         )
-    if is_laplace:
-        _check_laplace(predictor, likelihood)
-        model, likelihood = predictor.model, likelihood_name(predictor.likelihood)
-        device, key_y, sigma_noise = (
-            device_of(predictor),
-            predictor.dict_key_y,
-            predictor.sigma_noise,
-        )
-        predict = laplace_predictor(predictor, pred_type, link_approx, n_samples)
-    else:
-        likelihood = likelihood_name(likelihood or "classification")
-        model, key_y = predictor, "labels"
-        first = next(iter([*model.parameters(), *model.buffers()]), torch.empty(0))
-        device = first.device
-        predict = model_predictor(model, likelihood)
-    if likelihood == "regression" and ood_loader is not None:
+    if kind == "regression" and ood_loader is not None:
         raise ValueError(
             "Expected no `ood_loader` for a regression, whose report has no OOD part; got one. "
             "Remedy: evaluate it as a loader of its own."
         )
     metrics: CalibrationMetrics | RegressionMetrics
-    if likelihood == "classification":
+    if kind == "classification":
         metrics = CalibrationMetrics(n_bins)
     else:
-        metrics = RegressionMetrics(sigma_noise=sigma_noise)
+        metrics = RegressionMetrics(sigma_noise=noise)
     shapes: set[torch.Size] = set()
     with evaluation_mode(model), _weights_kept(model), _seeded(generator, device):
         with _keeping(metrics, "loader", lambda: metrics.n_data):
             title = "evaluate" if progress_bar else None
             for X, y in read(loader, device, key_y, progress=title):
                 shapes |= {X.shape[1:]} if isinstance(X, Tensor) else set()
-                metrics.update(*predict(X), y)
-        if ood_loader is not None:
-            with _keeping(metrics, "ood_loader", lambda: metrics.n_ood):
+                if isinstance(metrics, CalibrationMetrics):
+                    (log_probs,) = predict(X)
+                    metrics.update(log_probs, y)
+                else:
+                    mean, variance = predict(X)
+                    metrics.update(mean, variance, y)
+        if ood_loader is not None and isinstance(metrics, CalibrationMetrics):
+            ood = metrics
+            with _keeping(ood, "ood_loader", lambda: ood.n_ood):
                 title = "evaluate OOD" if progress_bar else None
-                options = {"labelled": False, "name": "ood_loader", "progress": title}
-                for X, _ in read(ood_loader, device, key_y, **options):
+                for X, _ in read(
+                    ood_loader, device, key_y, labelled=False, name="ood_loader", progress=title
+                ):
                     _check_shape(X, shapes)
-                    metrics.update_ood(*predict(X))
+                    ood.update_ood(*predict(X))
     return metrics.compute()
 
 

@@ -124,7 +124,11 @@ def gridsearch_prior_precision(
     def update(i: int, prediction: Prediction, y: Tensor) -> None:
         losses[i].update(*prediction, y)
 
-    options = {"link_approx": link_approx, "n_samples": n_samples, "generator": generator}
+    options: dict[str, Any] = {
+        "link_approx": link_approx,
+        "n_samples": n_samples,
+        "generator": generator,
+    }
     if pred_type == PredType.GLM:
         predictor = StructuredPredictor(la, grid, keep_graph=False)
         n_data = run_sweep(predictor, val_loader, update, progress_bar=progress_bar, **options)

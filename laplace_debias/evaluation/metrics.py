@@ -82,6 +82,9 @@ class MeanOverData(Metric):
     full_state_update = False
     is_differentiable = False
 
+    total: Tensor
+    count: Tensor
+
     def __init__(self) -> None:
         """Start from no data."""
         super().__init__()

@@ -99,11 +99,12 @@ def laplace_predictor(
     options["link_approx"] = "mc" if pred_type == "nn" else link_approx
 
     def predict(X: Inputs) -> Prediction:
-        if regression:
-            mean, variance = la(X, **options)
-            return mean, variance
-        if isinstance(la, LogProbabilities):
+        if isinstance(la, LogProbabilities) and not regression:
             return (la.log_probabilities(X, **options),)
-        return (la(X, **options).log(),)
+        output: Any = la(X, **options)
+        if regression:
+            mean, variance = output
+            return mean, variance
+        return (output.log(),)
 
     return predict

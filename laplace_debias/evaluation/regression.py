@@ -59,7 +59,7 @@ def gaussian_nll(mean: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
     residual = (targets - mean).unsqueeze(-1)
     white = torch.linalg.solve_triangular(L, residual, upper=False).squeeze(-1)  # [n, D]
     log_det = 2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1)  # [n]
-    nll = 0.5 * (white.square().sum(-1) + log_det + mean.shape[-1] * math.log(2 * math.pi))
+    nll: Tensor = 0.5 * (white.square().sum(-1) + log_det + mean.shape[-1] * math.log(2 * math.pi))
     return nll.masked_fill(info > 0, math.nan)
 
 

@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import CatMetric
 
 from laplace_debias.data.reading import check_targets
-from laplace_debias.evaluation.metrics import entropy_auroc, predictive_entropy
+from laplace_debias.evaluation.metrics import ECE, MeanOverData, entropy_auroc, predictive_entropy
 from laplace_debias.evaluation.regression import with_noise
 from laplace_debias.evaluation.reports import (
     ClassificationReport,
@@ -143,7 +143,9 @@ class CalibrationMetrics:
                 "`update(log_probs, labels)` first."
             )
         # the very numbers that the ECE is computed from
-        confidences, correct = self._metrics["ece"].top_label()
+        ece = self._metrics["ece"]
+        assert isinstance(ece, ECE)
+        confidences, correct = ece.top_label()
         ood = None
         if self.n_ood:
             entropies = self.ood_entropies
@@ -268,8 +270,10 @@ class RegressionMetrics:
                 "Expected at least one prediction, got none. Remedy: call `update` first."
             )
         values = {name: metric.compute().item() for name, metric in self._metrics.items()}
+        nll = self._metrics["nll"]
+        assert isinstance(nll, MeanOverData)
         return RegressionReport(
-            n_data=self._metrics["nll"].n_data,
+            n_data=nll.n_data,
             nll=values["nll"],
             rmse=values["rmse"],
             coverage={level: values[f"coverage_{100 * level:g}"] for level in self.levels},

@@ -173,12 +173,17 @@ def run_sweep(
     check_method(method)
     la, n_data = predictor.la, 0
     likelihood = likelihood_name(la.likelihood)
-    options = {"link_approx": link_approx, "n_samples": n_samples, "method": method}
     title = "[Sweep]" if progress_bar else None
     with torch.no_grad():
         for x, y in read(loader, device_of(la), la.dict_key_y, progress=title):
             predictions = glm_predictions(
-                predictor, x, regression=likelihood == "regression", generator=generator, **options
+                predictor,
+                x,
+                regression=likelihood == "regression",
+                link_approx=link_approx,
+                n_samples=n_samples,
+                method=method,
+                generator=generator,
             )
             for i, prediction in enumerate(predictions):
                 if i == 0:

@@ -141,6 +141,7 @@ class UserMetric(Metric):
     """
 
     full_state_update = False
+    n_nan: Tensor
 
     def __init__(self, metric: Metric) -> None:
         """Start from no data."""
@@ -167,8 +168,8 @@ class UserMetric(Metric):
             return torch.tensor(math.nan)
         return torch.as_tensor(self.metric.compute())
 
-    @property
-    def higher_is_better(self) -> bool:
+    @property  # torchmetrics refuses to set it on an instance
+    def higher_is_better(self) -> bool:  # type: ignore[override]
         """Direction of the metric; small is better if it does not say."""
         return bool(self.metric.higher_is_better)
 
