@@ -146,9 +146,10 @@ def compare(
             return reference.posterior
         if method in custom:
             return custom[method].fit(budget, draw)
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + draw + 1)
         kwargs = {k: v for k, v in laplace.items() if k not in CrossfitOptions.names()}
+        kwargs = {"generator": generator, **kwargs}
         if method == CROSSFIT:  # draws for itself, from all data
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + draw + 1)
             kwargs = {"n_curvature": budget, "generator": generator, **laplace}
             first, second = _shuffled(train_loader, N, generator), []
         else:
