@@ -228,3 +228,13 @@ def test_text_numbers_and_arrays():
 
 def test_an_empty_set_has_a_digest():
     assert data_hash([]).startswith("0 data") and data_hash([]) != data_hash([X[:0]])
+
+
+def test_few_shuffled_data_are_recognised_every_time():
+    """Two epochs of two data have the same order in every second case."""
+    dataset = TensorDataset(torch.arange(2.0)[:, None], torch.arange(2))
+    loaders = (
+        DataLoader(dataset, 2, shuffle=True, generator=torch.Generator().manual_seed(seed))
+        for seed in range(20)
+    )
+    assert len({data_hash(loader) for loader in loaders}) == 1
