@@ -35,7 +35,7 @@ from laplace_debias.predictive.eigenblocks import (
 from laplace_debias.predictive.last_layer import last_layer_moments
 from laplace_debias.predictive.layer_jacobians import LayerJacobians
 from laplace_debias.predictive.predictions import check_method
-from laplace_debias.predictive.prior_nodes import prior_nodes
+from laplace_debias.predictive.prior_nodes import N_NODES, prior_nodes
 from laplace_debias.predictive.weight_samples import WeightSampler
 
 DEFAULT_MEMORY_BUDGET = 512 * 2**20
@@ -99,7 +99,8 @@ class StructuredPredictor:
         self.la, self.memory_budget = la, int(memory_budget)
         self.keep_graph = la.enable_backprop if keep_graph is None else keep_graph
         nodes = None
-        if not is_last_layer(la) and (self.deltas == self.deltas[:, :1]).all():
+        scalar = bool((self.deltas == self.deltas[:, :1]).all())
+        if scalar and len(self.deltas) > N_NODES and not is_last_layer(la):
             nodes = prior_nodes(self.deltas[:, 0])
         self._coefficients = None if nodes is None else nodes[1]
         deltas = self.deltas if nodes is None else nodes[0].unsqueeze(1).expand(-1, n_blocks)
