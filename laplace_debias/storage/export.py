@@ -16,7 +16,14 @@ from laplace_debias.storage.atomic import write_atomically
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-__all__ = ["number_from_json", "rows_to_csv", "rows_to_dataframe", "to_json_text", "write_text"]
+__all__ = [
+    "aligned",
+    "number_from_json",
+    "rows_to_csv",
+    "rows_to_dataframe",
+    "to_json_text",
+    "write_text",
+]
 
 
 def write_text(text: str, path: str | Path | None) -> str:
@@ -110,6 +117,24 @@ def rows_to_dataframe(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> D
             "'laplace-debias[pandas]'`, or take `to_csv()`."
         ) from error
     return pandas.DataFrame([tuple(row) for row in rows], columns=list(header))
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells as columns, aligned to the right.
+
+    Args:
+        lines: The same number of cells in each.
+
+    Example:
+        >>> print(aligned([("metric", "gap"), ("nll", "0.1234")]))
+        metric     gap
+           nll  0.1234
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
+        for line in lines
+    )
 
 
 def _plain(content: Any) -> Any:
