@@ -20,11 +20,13 @@ demo: $(READY)
 	$(PY) -W ignore -m examples.calibration
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal --cov --cov-report=term
 
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(VENV)/bin/lint-imports
+	$(PY) -m mypy
 
 bench: $(READY)
 	$(PY) -W ignore -m examples.benchmarks.predictive
@@ -33,4 +35,4 @@ bench: $(READY)
 	$(PY) -W ignore -m examples.benchmarks.quadratics
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .coverage

@@ -7,6 +7,7 @@ borders give all of them: 1,024 images for six posteriors, not 2,688.
 """
 
 import copy
+from dataclasses import replace
 from functools import reduce
 from operator import add
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from examples.cifar10.data import Split
-from examples.cifar10.reference import factors_of
+from examples.cifar10.reference import Curvature, factors_of
 from laplace_debias.comparison.options import Fit
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.posterior.factory import Laplace
@@ -42,9 +43,11 @@ class NestedDraws:
         dtype: torch.dtype = torch.float64,
         seed: int = 0,
         chunk: int = 64,
+        curvature: Curvature = Curvature(),  # noqa: B008
     ) -> None:
         """Keep the arguments; nothing is computed yet."""
         self.model, self.split, self.seed, self.chunk = model, split, seed, chunk
+        self.curvature = curvature
         self.borders = sorted({0, *budgets, *(budget // 2 for budget in budgets)})
         self.n_images = 0  # whose factors were computed
         self._computing = copy.deepcopy(model).to(dtype)
@@ -67,7 +70,10 @@ class NestedDraws:
             if start <= low and high <= stop:
                 if low not in self._pieces:
                     rows = order[low:high]
-                    self._pieces[low] = factors_of(self._computing, self.split, rows, self.chunk)
+                    curvature = replace(self.curvature, seed=self.seed * 1_009 + draw + 1)
+                    self._pieces[low] = factors_of(
+                        self._computing, self.split, rows, self.chunk, curvature
+                    )
                     self.n_images += len(rows)
                 parts.append(self._pieces[low])
         return reduce(add, parts)

@@ -16,8 +16,10 @@ goes on after an interruption. Several processes may share the work: start some 
 default OUT/cache) receives what is large: the factors of the reference, and the corrupted images.
 
 The paper computed its factors with BackPACK, whose blocks of convolutions are on another scale than
-K-FAC-expand, used here: the beta axis of its figure is not comparable with this one. Predictions
-are those of the linearised network, whose samples (``--link mc``) use common random numbers.
+K-FAC-expand: ``--kfac-approx backpack`` with ``--fisher mc`` (its ``KFAC``: one label per image,
+drawn from the softmax) or ``--fisher exact`` (its ``KFLR``) are its own terms, and the beta axes of
+different factors are not comparable. Predictions are those of the linearised network, whose samples
+(``--link mc``) use common random numbers.
 """
 
 import argparse
@@ -31,7 +33,7 @@ from torch.utils.data import DataLoader
 from examples.cifar10.corruptions import SEVERITIES, make_corrupted, read_published
 from examples.cifar10.data import Cifar, Split, load_cifar
 from examples.cifar10.draws import NestedDraws
-from examples.cifar10.reference import reference_factors
+from examples.cifar10.reference import Curvature, reference_factors
 from examples.cifar10.train import save_atomically
 from examples.networks import make_model, weights_and_biases
 from laplace_debias.comparison import (
@@ -44,6 +46,8 @@ from laplace_debias.comparison import (
     compare,
 )
 from laplace_debias.comparison.options import Fit
+from laplace_debias.kfac.grams import KFAC_APPROXES
+from laplace_debias.network.loss import SAMPLERS
 from laplace_debias.posterior.factory import Laplace
 from laplace_debias.posterior.from_factors import fit_from_factors
 from laplace_debias.posterior.kron import DebiasedKronLaplace
@@ -85,16 +89,18 @@ def reference_posterior(
 ) -> DebiasedKronLaplace | None:
     """Fit the reference, as far as its file goes; ``None`` if it is not complete yet."""
     N = len(cifar.train)
+    kind = [args.factor_dtype, *args.curvature.settings.values()]
     factors = reference_factors(
         model,
         cifar.train,
         args.reference_size or N,
-        cache / f"reference_{args.factor_dtype}_seed{args.seed}.pt",
+        cache / f"reference_{'_'.join(kind)}_seed{args.seed}.pt",
         dtype=DTYPES[args.factor_dtype],
         seed=args.seed,
         chunk=args.chunk,
         max_images=args.max_images,
         progress_bar=args.progress_bar,
+        curvature=args.curvature,
     )
     if factors.n < (args.reference_size or N):
         print(f"{factors.n} images of the reference are done; the same command goes on.")
@@ -146,10 +152,13 @@ def run(args: argparse.Namespace) -> ComparisonResult | None:
     }
     train_loader = DataLoader(cifar.train.to_dataset(), args.chunk)
     dtype = DTYPES[args.factor_dtype]
-    fits = NestedDraws(model, cifar.train, args.budgets, dtype, args.seed, args.chunk).fits
+    draws = NestedDraws(
+        model, cifar.train, args.budgets, dtype, args.seed, args.chunk, args.curvature
+    )
+    fits = draws.fits
     if args.crossfit:
         fits[CROSSFIT] = crossfit(model, train_loader, args.seed)
-    settings = {"factor_dtype": args.factor_dtype}
+    settings = {"factor_dtype": args.factor_dtype, **args.curvature.settings}
     custom = [CustomMethod(name, fit, settings) for name, fit in fits.items()]
     return compare(
         model,
@@ -255,6 +264,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--reference-size", type=int, help="fewer than all images: 'large-batch'")
     add("--max-images", type=int, help="stop the reference after so many more; go on later")
     add("--factor-dtype", choices=sorted(DTYPES), default="float64")
+    add("--kfac-approx", choices=KFAC_APPROXES, default="expand", help="the paper: backpack")
+    add("--fisher", choices=("exact", "mc"), default="exact", help="mc: one vector per image")
+    add("--sampler", choices=SAMPLERS, default="label", help="for --fisher mc")
     add("--link", choices=("probit", "mc"), default="probit")
     add("--n-samples", type=int, default=40, help="for --link mc")
     add("--crossfit", action="store_true", help="add the cross-fitted method")
@@ -265,6 +277,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if not args.redraw and (args.data is None or args.weights is None):
         parser.error("expected --data and --weights (or --redraw)")
     args.progress_bar = sys.stderr.isatty()
+    args.curvature = Curvature(args.kfac_approx, args.fisher, args.sampler, args.seed)
     return args
 
 

@@ -7,6 +7,7 @@ training set.
 
 import copy
 import json
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
@@ -22,7 +23,39 @@ from laplace_debias.kfac.factors import Factors
 from laplace_debias.storage.fingerprints import model_hash
 
 
-def factors_of(model: nn.Module, split: Split, rows: Tensor, chunk: int = 64) -> Factors:
+@dataclass(frozen=True)
+class Curvature:
+    """Which K-FAC: how positions are summed, and which vectors are propagated back.
+
+    Attributes:
+        kfac_approx: ``"expand"``, ``"reduce"`` or ``"backpack"``, see `laplace_debias.kfac.grams`.
+        fisher: ``"exact"``, or ``"mc"`` for one random vector per image.
+        sampler: How the random vectors are drawn: ``"trace"``, or ``"label"`` as in BackPACK.
+        seed: Decides the random vectors, together with the images themselves.
+    """
+
+    kfac_approx: str = "expand"
+    fisher: str = "exact"
+    sampler: str = "trace"
+    seed: int = 0
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What decides the factors, for files and cells; nothing for the default."""
+        sampled = self.fisher == "mc"
+        return {
+            **({"kfac_approx": self.kfac_approx} if self.kfac_approx != "expand" else {}),
+            **({"fisher": self.fisher, "sampler": self.sampler} if sampled else {}),
+        }
+
+
+def factors_of(
+    model: nn.Module,
+    split: Split,
+    rows: Tensor,
+    chunk: int = 64,
+    curvature: Curvature = Curvature(),  # noqa: B008
+) -> Factors:
     """K-FAC factors of some images, a few at a time, in the model's dtype.
 
     Args:
@@ -30,6 +63,8 @@ def factors_of(model: nn.Module, split: Split, rows: Tensor, chunk: int = 64) ->
         split: All images.
         rows: Which of them.
         chunk: Images per pass.
+        curvature: Which factors. Random vectors depend on the seed and the pass's first image, so
+            that an interrupted run goes on with the same ones.
 
     Returns:
         Their factors: B a sum, A a mean over the images.
@@ -37,7 +72,16 @@ def factors_of(model: nn.Module, split: Split, rows: Tensor, chunk: int = 64) ->
     dtype, total = next(model.parameters()).dtype, None
     for part in rows.split(chunk):
         X, y = normalise(split.images[part], dtype), split.labels[part]
-        new = kfac_factors(model, X, y, likelihood="classification")
+        new = kfac_factors(
+            model,
+            X,
+            y,
+            likelihood="classification",
+            kfac_approx=curvature.kfac_approx,
+            fisher=curvature.fisher,
+            sampler=curvature.sampler,
+            generator=torch.Generator().manual_seed(curvature.seed * 1_000_003 + int(part[0])),
+        )
         total = new if total is None else total + new
     return total
 
@@ -54,6 +98,7 @@ def reference_factors(
     save_every: int = 1024,
     max_images: int | None = None,
     progress_bar: bool = False,
+    curvature: Curvature = Curvature(),  # noqa: B008
 ) -> Factors:
     """Return the factors of ``size`` random training images, from the file as far as it goes.
 
@@ -68,6 +113,7 @@ def reference_factors(
         save_every: Images between two writes of the file.
         max_images: Stop after that many more; the same call goes on later.
         progress_bar: Show one, in images.
+        curvature: Which factors.
 
     Returns:
         The factors; ``n`` is less than ``size`` only if ``max_images`` stopped them.
@@ -83,6 +129,7 @@ def reference_factors(
         "n_data": len(split),
         "dtype": str(dtype),
         "seed": seed,
+        **curvature.settings,
     }
     total, seconds = _read(path, config, size)
     order = torch.randperm(len(split), generator=torch.Generator().manual_seed(seed))[:size]
@@ -94,7 +141,7 @@ def reference_factors(
             start, goal = perf_counter(), min(done + save_every, stop)
             while done < goal:
                 rows = order[done : min(done + chunk, goal)]
-                new = factors_of(computing, split, rows, chunk)
+                new = factors_of(computing, split, rows, chunk, curvature)
                 total = new if total is None else total + new
                 done += len(rows)
                 bar.update(len(rows))

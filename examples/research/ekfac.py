@@ -17,7 +17,7 @@ from torch import Tensor
 from examples.classifiers import Problem
 from examples.research.debiasing_lab import Curves, Fitter, Method, bases_of, curves, reevaluated
 from laplace_debias.evaluation.sweep import default_grid, run_sweep
-from laplace_debias.evaluation.sweep_metrics import fresh_metrics
+from laplace_debias.evaluation.table import fresh_metrics
 from laplace_debias.kfac.backend import HookGGN
 from laplace_debias.network.loss import softmax_hessian_root
 from laplace_debias.predictive.predictor import StructuredPredictor
@@ -82,7 +82,7 @@ def curves_of_any(problem: Problem, posterior: KronDecomposed | EigenvalueCorrec
         replace(block, lam=lam.to(block.lam))
         for block, lam in zip(predictor.blocks, posterior.lam, strict=True)
     ]
-    metrics = fresh_metrics(la, ("nll", "ece"), len(predictor.deltas))
+    metrics = fresh_metrics(("nll", "ece"), len(predictor.deltas), "classification")
 
     def update(i: int, prediction: tuple[Tensor, ...], y: Tensor) -> None:
         for copies in metrics.values():

@@ -2,7 +2,7 @@
 
 from laplace_debias.comparison.compare import compare
 from laplace_debias.comparison.gaps import Gap
-from laplace_debias.comparison.options import CustomMethod, Prediction, Reference, Work
+from laplace_debias.comparison.options import CustomMethod, Fit, Prediction, Reference, Work
 from laplace_debias.comparison.result import ComparisonResult, ComparisonRow, Summary
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Gap",
     "Prediction",
     "Reference",
+    "Fit",
     "Summary",
     "Work",
     "compare",

@@ -40,6 +40,7 @@ from laplace_debias.comparison.runs import evaluate_sets, laplace_run, plain_run
 from laplace_debias.data.reading import as_batches
 from laplace_debias.debias.options import CrossfitOptions
 from laplace_debias.evaluation.sweep import default_grid
+from laplace_debias.posterior.debiased import DebiasedPosterior
 from laplace_debias.posterior.factory import Laplace
 from laplace_debias.storage.cells import CellStore
 from laplace_debias.storage.fingerprints import plain_options
@@ -51,7 +52,7 @@ _BUILT_IN = (PLAIN, SINGLE, TWO_BATCH, CROSSFIT, FULL, LARGE)
 
 def compare(
     model: nn.Module,
-    train_loader: DataLoader,
+    train_loader: DataLoader[Any],
     test_loader: Iterable[Any],
     *,
     ood_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
@@ -161,10 +162,15 @@ def compare(
             first, *second = draw_loaders(train_loader, budget, n_roles, generator)
         debias = SINGLE if method in (FULL, LARGE) else method
         la = Laplace(model, "classification", hessian_structure="kron", debias=debias, **kwargs)
+        if not isinstance(la, DebiasedPosterior):
+            raise TypeError(
+                f"Expected a debiased Kron posterior, got {type(la).__name__}. Remedy: leave "
+                "`debias` out of `laplace`."
+            )
         la.fit(first, curvature_loader=second[0] if second else None, n_data=N)
         return la
 
-    def evaluated(cells: list[_Cell]) -> list[list[dict]]:
+    def evaluated(cells: list[_Cell]) -> list[list[dict[str, Any]]]:
         """Rows of some cells, from shared passes over the data."""
         if cells[0].method == PLAIN:
             run = plain_run(model, laplace.get("dict_key_y", "labels"))
@@ -172,7 +178,7 @@ def compare(
         else:
             las = [posterior(*cell) for cell in cells]
             run = laplace_run(las, grid, prediction.link_approx, prediction.n_samples, seed)
-            deltas = grid
+            deltas = [*grid]
         values = iter(evaluate_sets(run, sets, len(cells) * len(deltas), prediction.n_bins))
         return [[cell.row(delta, next(values)) for delta in deltas] for cell in cells]
 
@@ -193,8 +199,8 @@ def compare(
             for name, rows in zip(group, made, strict=True):
                 finished[name] = store.put(name, rows, settings.get(name))
             bar.update(len(group))
-    rows = tuple(ComparisonRow(**row) for name in cells for row in finished[name])
-    return ComparisonResult(rows, N, config)
+    found = tuple(ComparisonRow(**row) for name in cells for row in finished[name])
+    return ComparisonResult(found, N, config)
 
 
 class _Cell(NamedTuple):
@@ -204,7 +210,7 @@ class _Cell(NamedTuple):
     budget: int
     draw: int
 
-    def row(self, delta: float | None, metrics: dict[str, float]) -> dict:
+    def row(self, delta: float | None, metrics: dict[str, float]) -> dict[str, Any]:
         """A row of the result."""
         size = self.budget // 2 if self.method == TWO_BATCH else self.budget
         draw = max(self.draw, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Subset
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, Subset
 __all__ = ["check_budgets", "draw_generator", "draw_loaders", "whole_loader"]
 
 
-def check_budgets(train_loader: DataLoader, budgets: Sequence[int], n_draws: int) -> int:
+def check_budgets(train_loader: DataLoader[Any], budgets: Sequence[int], n_draws: int) -> int:
     """Return the number N of training data; raise if draws of these sizes cannot be made.
 
     Args:
@@ -25,7 +26,7 @@ def check_budgets(train_loader: DataLoader, budgets: Sequence[int], n_draws: int
         >>> check_budgets(DataLoader(range(9)), (4, 8), n_draws=1)
         9
     """
-    dataset = getattr(train_loader, "dataset", None)
+    dataset: Any = getattr(train_loader, "dataset", None)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise ValueError(
             "Expected a DataLoader with a map-style dataset, to draw mini-batches from, got "
@@ -58,8 +59,8 @@ def draw_generator(seed: int, draw: int) -> torch.Generator:
 
 
 def draw_loaders(
-    train_loader: DataLoader, budget: int, n_roles: int, generator: torch.Generator
-) -> list[DataLoader]:
+    train_loader: DataLoader[Any], budget: int, n_roles: int, generator: torch.Generator
+) -> list[DataLoader[Any]]:
     """Return one loader per role, over equal shares of ``budget`` random data.
 
     The first M data of a draw are the same for every budget of at least M.
@@ -75,10 +76,11 @@ def draw_loaders(
         >>> [len(loader.dataset) for loader in loaders]
         [2, 2]
     """
-    order = torch.randperm(len(train_loader.dataset), generator=generator)[:budget]
+    dataset: Any = train_loader.dataset
+    order = torch.randperm(len(dataset), generator=generator)[:budget]
     return [
         DataLoader(
-            Subset(train_loader.dataset, part.tolist()),
+            Subset(dataset, part.tolist()),
             batch_size=train_loader.batch_size or len(part),
             collate_fn=train_loader.collate_fn,
         )
@@ -86,7 +88,9 @@ def draw_loaders(
     ]
 
 
-def whole_loader(train_loader: DataLoader, generator: torch.Generator | None = None) -> DataLoader:
+def whole_loader(
+    train_loader: DataLoader[Any], generator: torch.Generator | None = None
+) -> DataLoader[Any]:
     """Return a loader over all training data, whatever the sampler of the given one.
 
     Args:
@@ -97,9 +101,10 @@ def whole_loader(train_loader: DataLoader, generator: torch.Generator | None = N
         >>> [batch.tolist() for batch in whole_loader(DataLoader(range(3), 2, drop_last=True))]
         [[0, 1], [2]]
     """
+    dataset: Any = train_loader.dataset
     return DataLoader(
-        train_loader.dataset,
-        batch_size=train_loader.batch_size or len(train_loader.dataset),
+        dataset,
+        batch_size=train_loader.batch_size or len(dataset),
         shuffle=generator is not None,
         generator=generator,
         num_workers=getattr(train_loader, "num_workers", 0) if generator is None else 0,

@@ -9,6 +9,7 @@ from typing import Any
 from laplace.baselaplace import KronLaplace
 
 from laplace_debias.comparison.result import FULL, LARGE, PLAIN
+from laplace_debias.network.upstream import decomposed
 from laplace_debias.predictive.links import check_link
 from laplace_debias.storage.fingerprints import tensors_hash
 
@@ -125,7 +126,7 @@ class Reference:
         name, size = (FULL, N) if self.size is None else (LARGE, self.size)
         key = name if self.size is None else f"{name}-{size}"
         if self.posterior is not None:
-            eigenvalues = self.posterior.H.eigenvalues
+            eigenvalues = decomposed(self.posterior).eigenvalues
             key += f"-{tensors_hash(values for block in eigenvalues for values in block)}"
         return key, name, size
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from laplace_debias.comparison.gaps import Gap, measure_gap
 from laplace_debias.storage.export import (
-    aligned,
     number_from_json,
     rows_to_csv,
     rows_to_dataframe,
+    text_table,
     to_json_text,
     write_text,
 )
@@ -127,7 +127,7 @@ class ComparisonResult:
         Args:
             metric: One of ``metrics``.
         """
-        groups: dict[tuple, list[float]] = {}
+        groups: dict[tuple[str, int, float | None], list[float]] = {}
         for row in self.rows:
             key = (row.method, row.budget, row.prior_precision)
             groups.setdefault(key, []).append(self._value(row, metric))
@@ -145,18 +145,20 @@ class ComparisonResult:
             budget: One of ``budgets(method)``.
         """
         reference = {
-            row.prior_precision: self._value(row, metric) for row in self.select(self.reference)
+            row.prior_precision: self._value(row, metric)
+            for row in self.select(self.reference)
+            if row.prior_precision is not None
         }
-        curves: dict[float | None, list[float]] = {}
+        curves: dict[float, list[float]] = {}
         for row in self.select(method, budget):
-            curves.setdefault(row.prior_precision, []).append(self._value(row, metric))
+            delta = row.prior_precision  # None for the plain model, a horizontal line
+            for place in reference if delta is None else (delta,):
+                curves.setdefault(place, []).append(self._value(row, metric))
         if not curves:
             raise ValueError(
                 f"Expected a method and one of its budgets, got {method!r} and {budget}. Remedy: "
                 f"choose from { {name: self.budgets(name) for name in self.methods} }."
             )
-        if None in curves:  # the plain model: a horizontal line
-            curves = {delta: curves[None] for delta in reference}
         return measure_gap(method, budget, curves, reference)
 
     def gap_ratio(
@@ -200,7 +202,7 @@ class ComparisonResult:
         head += [f"{name} {part}" for name in names for part in ("gap", "bias", "spread")]
         ratios_of = [name for name in others if SINGLE in self.methods]
         head += [f"{name}/{SINGLE}" for name in ratios_of]
-        lines = [head]
+        lines = []
         for metric in metrics or self.metrics:
             ratios = {name: self.gap_ratio(metric, name) for name in ratios_of}
             for budget in sorted({b for name in names for b in self.budgets(name)}):
@@ -212,19 +214,19 @@ class ComparisonResult:
                     line += [f"{value:.4f}" for value in parts]
                 line += [f"{ratios[name].get(budget, math.nan):.2f}" for name in ratios_of]
                 lines.append(line)
-        return aligned(lines)
+        return text_table(head, lines, limit=len(lines))
 
     def __str__(self) -> str:
         """Return the gaps as a table, or the means over draws if there is nothing to compare to."""
         if {FULL, LARGE} & set(self.methods) and set(self.methods) - {PLAIN, FULL, LARGE}:
             return self.table()
-        lines = [[*_KEYS[:2], _KEYS[4], *self.metrics]]
+        head, lines = [*_KEYS[:2], _KEYS[4], *self.metrics], []
         means = zip(*(self.summary(metric) for metric in self.metrics), strict=True)
         for values in means:
             point, delta = values[0], values[0].prior_precision
             line = [point.method, str(point.budget), "" if delta is None else f"{delta:.4g}"]
             lines.append(line + [f"{value.mean:.4f}" for value in values])
-        return aligned(lines)
+        return text_table(head, lines)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return everything as JSON, for :meth:`from_json`; write it if there is a path.

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from laplace.baselaplace import KronLaplace
 from torch import Tensor, nn
 
-from laplace_debias.data.reading import unpack
-from laplace_debias.evaluation.metrics import CalibrationMetrics, entropy_auroc
-from laplace_debias.evaluation.sweep import batches
+from laplace_debias.data.reading import read
+from laplace_debias.evaluation.metrics import entropy_auroc
+from laplace_debias.evaluation.predictors import model_predictor
+from laplace_debias.evaluation.streams import CalibrationMetrics
+from laplace_debias.evaluation.table import metric_table
 from laplace_debias.network.preserve import evaluation_mode
-from laplace_debias.predictive.links import class_probabilities, needs_diagonal_only
+from laplace_debias.network.upstream import device_of
+from laplace_debias.predictive.links import class_log_probabilities, needs_diagonal_only
 from laplace_debias.predictive.predictor import SharedPredictor, StructuredPredictor
 
-__all__ = ["evaluate_sets", "laplace_run", "plain_run"]
+__all__ = ["Run", "evaluate_sets", "laplace_run", "plain_run"]
 
-_METRICS = ("accuracy", "nll", "ece", "brier", "mean_entropy")
-# reads a loader and hands over (i, probabilities [n, C], labels [n]) for each prediction i
-Update = Callable[[int, Tensor, Tensor], None]
-Run = Callable[[Iterable[Any], Update], None]
+# takes (i, log-probabilities [n, C], labels [n] or None) of each prediction i
+Update = Callable[[int, Tensor, Tensor | None], None]
+
+
+class Run(Protocol):
+    """Reads a loader and hands over every prediction."""
+
+    def __call__(
+        self, loader: Iterable[Any], update: Update, *, labelled: bool = True, name: str = "loader"
+    ) -> None:
+        """Read; see :func:`laplace_debias.data.reading.read` for ``labelled`` and ``name``."""
+        ...
 
 
 def plain_run(model: nn.Module, key_y: str = "labels") -> Run:
@@ -33,17 +44,17 @@ def plain_run(model: nn.Module, key_y: str = "labels") -> Run:
 
     Example:
         >>> run = plain_run(nn.Linear(2, 3))
-        >>> run([(torch.ones(4, 2), torch.zeros(4))], lambda i, probs, y: print(i, probs.shape))
+        >>> run([(torch.ones(4, 2), torch.zeros(4))], lambda i, lp, y: print(i, lp.shape))
         0 torch.Size([4, 3])
     """
+    predict = model_predictor(model, "classification")
 
-    @torch.no_grad()
-    def run(loader: Iterable[Any], update: Update) -> None:
+    def run(loader: Iterable[Any], update: Update, **reading: Any) -> None:
         device = next(model.parameters()).device
         with evaluation_mode(model):
-            for batch in loader:
-                X, y = unpack(batch, device, key_y)
-                update(0, model(X).softmax(-1), y)
+            for X, y in read(loader, device, key_y, **reading):
+                (log_probs,) = predict(X)
+                update(0, log_probs, y)
 
     return run
 
@@ -69,12 +80,12 @@ def laplace_run(
     diagonal = needs_diagonal_only(link_approx)
 
     @torch.no_grad()
-    def run(loader: Iterable[Any], update: Update) -> None:
-        generators = [torch.Generator(la._device).manual_seed(seed) for la in las]
-        for x, y in batches(las[0], loader):
+    def run(loader: Iterable[Any], update: Update, **reading: Any) -> None:
+        generators = [torch.Generator(device_of(la)).manual_seed(seed) for la in las]
+        for x, y in read(loader, device_of(las[0]), las[0].dict_key_y, **reading):
             results = zip(shared(x, diagonal), generators, strict=True)
             for number, (result, generator) in enumerate(results):
-                probs = class_probabilities(
+                log_probs = class_log_probabilities(
                     result.mean,
                     result.covariance,
                     link_approx,
@@ -82,7 +93,7 @@ def laplace_run(
                     n_samples=n_samples,
                     generator=generator,
                 )
-                for i, one in enumerate(probs, number * len(grid)):
+                for i, one in enumerate(log_probs, number * len(grid)):
                     update(i, one, y)
 
     return run
@@ -103,22 +114,26 @@ def evaluate_sets(
         Metrics by name, for each of the k predictions.
 
     Raises:
-        ValueError: If a set is empty.
+        ValueError: If a set is empty, or its data or predictions are invalid.
     """
     values: list[dict[str, float]] = [{} for _ in range(k)]
     id_entropies: list[Tensor] = []
     for prefix, loader in sets.items():
         metrics = [CalibrationMetrics(n_bins) for _ in range(k)]
-        # a bare tensor has no labels: an array of shape [n, 0] stands for them
-        pairs = ((b, torch.empty(len(b), 0)) if isinstance(b, Tensor) else b for b in loader)
 
-        def update(i: int, probs: Tensor, y: Tensor, metrics: list = metrics) -> None:
-            if y.shape[1:] == (0,):
-                metrics[i].update_ood(probs)
+        def update(
+            i: int,
+            log_probs: Tensor,
+            y: Tensor | None,
+            metrics: list[CalibrationMetrics] = metrics,
+        ) -> None:
+            if y is None:
+                metrics[i].update_ood(log_probs)
             else:
-                metrics[i].update(probs, y)
+                metrics[i].update(log_probs, y)
 
-        run(pairs, update)
+        name = f"ood_loader['{prefix}']" if prefix else "test_loader"
+        run(loader, update, labelled=not prefix, name=name)
         for i, metric in enumerate(metrics):
             values[i] |= _set_values(metric, prefix, id_entropies[i] if prefix else None)
         id_entropies = id_entropies or [metric.entropies for metric in metrics]
@@ -129,16 +144,10 @@ def _set_values(
     metric: CalibrationMetrics, prefix: str, id_entropies: Tensor | None
 ) -> dict[str, float]:
     """Numbers of one set, named with its prefix."""
-    if metric.n_data + (metric.n_ood if prefix else 0) == 0:
-        name = f"the OOD loader '{prefix}'" if prefix else "`test_loader`"
-        expected = "datum" if prefix else "labelled datum"
-        raise ValueError(
-            f"Expected at least one {expected} in {name}, got none. Remedy: check its dataset."
-        )
     values: dict[str, float] = {}
     if metric.n_data:
         report = metric.compute()
-        values = {name: getattr(report, name) for name in _METRICS}
+        values = {name: getattr(report, name) for name in metric_table("classification")}
     if id_entropies is not None:
         ood_entropies = metric.entropies if metric.n_data else metric.ood_entropies
         values["mean_entropy"] = ood_entropies.double().mean().item()

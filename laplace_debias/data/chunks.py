@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-Inputs = Tensor | MutableMapping
-Chunk = tuple[Inputs, Tensor]
+from laplace_debias.data.inputs import Batch, concatenate, size_of, take
 
+__all__ = ["Chunk", "Chunks", "gather", "partition"]
 
-def batch_size(X: Inputs) -> int:
-    """Return the number of data in the inputs of one chunk, a tensor or a mapping of tensors.
-
-    Args:
-        X: Inputs, shape ``[M, ...]``, or a mapping whose values have ``M`` rows.
-
-    Returns:
-        ``M``.
-
-    Example:
-        >>> batch_size({"input_ids": torch.zeros(3, 7)})
-        3
-    """
-    return len(next(iter(X.values()))) if isinstance(X, MutableMapping) else len(X)
-
-
-def take(X: Inputs, index: slice | Tensor) -> Inputs:
-    """Return the rows ``index`` of a tensor, or of every tensor of a mapping.
-
-    Args:
-        X: Inputs, shape ``[M, ...]``, or a mapping of such tensors.
-        index: A slice or an index tensor.
-
-    Returns:
-        The rows, in the form of ``X``.
-
-    Example:
-        >>> take(torch.arange(4), slice(1, 3))
-        tensor([1, 2])
-    """
-    if isinstance(X, MutableMapping):
-        return {key: value[index] for key, value in X.items()}
-    return X[index]
+Chunk = Batch
+"""Inputs and targets of the data that go through the model at once."""
 
 
 class Chunks:
@@ -83,9 +52,9 @@ class Chunks:
         self._chunk_size = chunk_size
         self.num_data = 0
         for X, y in data:
-            if batch_size(X) != len(y):
+            if size_of(X) != len(y):
                 raise ValueError(
-                    f"Expected as many targets as inputs, got {batch_size(X)} inputs and {len(y)} "
+                    f"Expected as many targets as inputs, got {size_of(X)} inputs and {len(y)} "
                     "targets. Pass pairs (X, y) that agree in their first dimension."
                 )
             self.num_data += len(y)
@@ -142,7 +111,7 @@ def partition(
         else torch.randperm(len(y), generator=generator, device=generator.device)
     )
     total = total if num_batches is None else min(total, num_batches)
-    rows: Sequence[Tensor] = order[: total * batch_size].to(y.device).split(batch_size)
+    rows = order[: total * batch_size].to(y.device).split(batch_size)
     return [(take(X, index), y[index]) for index in rows]
 
 
@@ -161,9 +130,4 @@ def gather(data: Chunk | Iterable[Chunk]) -> Chunk:
         (torch.Size([3, 3]), torch.Size([3]))
     """
     chunks = list(Chunks(data))
-    first = chunks[0][0]
-    if isinstance(first, MutableMapping):
-        X = {key: torch.cat([inputs[key] for inputs, _ in chunks]) for key in first}
-    else:
-        X = torch.cat([inputs for inputs, _ in chunks])
-    return X, torch.cat([y for _, y in chunks])
+    return concatenate([X for X, _ in chunks]), torch.cat([y for _, y in chunks])

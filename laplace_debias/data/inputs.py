@@ -99,7 +99,7 @@ def concatenate(parts: Sequence[Inputs]) -> Inputs:
     whole = copy.copy(first)
     for name, value in first.items():
         if isinstance(value, Tensor) and value.ndim:
-            whole[name] = torch.cat([part[name] for part in parts])
+            whole[name] = torch.cat([part[name] for part in parts if not isinstance(part, Tensor)])
     return whole
 
 

@@ -56,13 +56,14 @@ class MapStyle:
 
     def __init__(
         self,
-        loader: DataLoader,
+        loader: DataLoader[Any],
         limit: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        self.loader, self.generator, self.positions = loader, generator, []
+        self.loader, self.generator = loader, generator
+        self.positions: list[Any] = []  # whatever the sampler yields and the dataset takes
         self.batch_size = 0
-        for batch in loader.batch_sampler:
+        for batch in loader.batch_sampler or ():
             self.batch_size = self.batch_size or len(batch)
             self.positions += batch
             if limit is not None and len(self.positions) >= limit:

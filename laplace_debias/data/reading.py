@@ -2,66 +2,184 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
-from typing import Any
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-__all__ = ["as_batches", "check_targets", "unpack"]
+from laplace_debias.data.inputs import Batch, Inputs, size_of
+
+__all__ = ["as_batches", "check_targets", "read", "unpack"]
+
+
+@overload
+def read(
+    loader: Iterable[Any],
+    device: torch.device,
+    key_y: str = "labels",
+    *,
+    labelled: Literal[True] = True,
+    name: str = "loader",
+    progress: str | None = None,
+) -> Iterator[Batch]: ...
+
+
+@overload
+def read(
+    loader: Iterable[Any],
+    device: torch.device,
+    key_y: str = "labels",
+    *,
+    labelled: bool,
+    name: str = "loader",
+    progress: str | None = None,
+) -> Iterator[tuple[Inputs, Tensor | None]]: ...
+
+
+def read(
+    loader: Iterable[Any],
+    device: torch.device,
+    key_y: str = "labels",
+    *,
+    labelled: bool = True,
+    name: str = "loader",
+    progress: str | None = None,
+) -> Iterator[tuple[Inputs, Any]]:
+    """Read inputs and targets, mini-batch by mini-batch, from anything that holds data.
+
+    Mini-batches without a row are skipped.
+
+    Args:
+        loader: A loader, any iterable of mini-batches, or one mini-batch (see :func:`as_batches`).
+        device: Device of the model.
+        key_y: Key of the targets in mini-batches that are mappings.
+        labelled: Whether every mini-batch must have targets; see :func:`unpack`.
+        name: What error messages call the loader.
+        progress: Title of a progress bar; none by default.
+
+    Yields:
+        ``(X, y)`` as :func:`unpack` gives them.
+
+    Raises:
+        ValueError: If there is no datum, or :func:`unpack` refuses a mini-batch.
+
+    Example:
+        >>> batch = (torch.ones(2, 3), torch.zeros(2))
+        >>> cpu = torch.device("cpu")
+        >>> [len(y) for _, y in read(batch, cpu)], [len(y) for _, y in read([batch] * 3, cpu)]
+        ([2], [2, 2, 2])
+        >>> [y for _, y in read([torch.ones(2, 3)], cpu, labelled=False)]
+        [None]
+    """
+    batches, empty = as_batches(loader, labelled=labelled, name=name), True
+    for batch in tqdm(batches, progress, disable=progress is None):
+        X, y = unpack(batch, device, key_y, labelled=labelled)
+        if (size_of(X) if y is None else len(y)) == 0:
+            continue
+        empty = False
+        yield X, y
+    if empty:
+        raise ValueError(
+            f"Expected at least one {'labelled ' if labelled else ''}datum in `{name}`, got an "
+            "empty loader. Remedy: check its dataset, that it is not an exhausted iterator, and "
+            "`drop_last` with a `batch_size` larger than the dataset."
+        )
 
 
 def unpack(
-    batch: Any, device: torch.device, dict_key_y: str
-) -> tuple[Tensor | MutableMapping[str, Any], Tensor]:
+    batch: Any, device: torch.device, dict_key_y: str, *, labelled: bool = True
+) -> tuple[Inputs, Tensor | None]:
     """Inputs and targets of a mini-batch, on the model's device.
 
     Args:
-        batch: ``(X, y)``, or a mapping that holds the targets under ``dict_key_y``.
+        batch: ``(X, y)``, or a mapping that holds the targets under ``dict_key_y``. Where targets
+            are not needed also ``X``, ``(X,)``, a longer tuple, or a mapping without them.
         device: Device of the model.
         dict_key_y: Key of the targets in a mapping.
+        labelled: Whether there must be targets.
 
     Returns:
-        ``X`` (the mapping itself for mappings, as laplace-torch hands it to the model) and ``y``.
+        ``X`` (the mapping itself for mappings, as laplace-torch hands it to the model) and ``y``,
+        which is ``None`` if there need not be targets and are none.
 
     Raises:
-        ValueError: If the mini-batch is neither, or its inputs hold NaN or Inf.
+        ValueError: If the mini-batch has another form, has no targets where it must, or its inputs
+            hold NaN or Inf.
 
     Example:
         >>> X, y = unpack((torch.ones(2, 3), torch.zeros(2)), torch.device("cpu"), "labels")
         >>> X.shape, y.shape
         (torch.Size([2, 3]), torch.Size([2]))
     """
-    if isinstance(batch, MutableMapping):
-        if dict_key_y not in batch:
-            raise ValueError(
-                f"Expected the targets under the key '{dict_key_y}' (`dict_key_y`), got the keys "
-                f"{sorted(map(str, batch))}. Remedy: pass `dict_key_y=` to `Laplace`."
-            )
-        X, y = batch, batch[dict_key_y].to(device)
-        inputs = [value for value in batch.values() if isinstance(value, Tensor)]
+    X, y = _parts(batch, dict_key_y, labelled)
+    if not isinstance(X, (Tensor, MutableMapping)):
+        raise ValueError(
+            f"Expected the inputs of a mini-batch as a tensor or a mapping, got {_described(X)}. "
+            "Remedy: `torch.as_tensor(...)`, or a `DataLoader`, which makes tensors."
+        )
+    if isinstance(y, Tensor) and y.ndim > 0:
+        y = y.to(device)
+    elif not labelled:
+        y = None
+    elif y is None:
+        _raise_unlabelled(batch, dict_key_y)
     else:
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise ValueError(
-                "Expected mini-batches `(X, y)` or mappings, got "
-                f"{type(batch).__name__}. Remedy: let the loader's `collate_fn` return a pair."
-            )
-        for part in batch:
-            if not isinstance(part, Tensor):
-                raise ValueError(
-                    f"Expected mini-batches of tensors, got {type(part).__name__}. Remedy: "
-                    "`torch.as_tensor(...)`, or a `DataLoader`, which makes tensors."
-                )
-        X, y = batch[0].to(device), batch[1].to(device)
-        inputs = [X]
+        raise ValueError(
+            f"Expected the targets of a mini-batch as a tensor with one row per datum, got "
+            f"{_described(y)}. Remedy: a `DataLoader`, which makes mini-batches of tensors out of "
+            "a dataset's items."
+        )
+    inputs = X.values() if isinstance(X, MutableMapping) else [X]
     for value in inputs:
-        if value.is_floating_point() and not torch.isfinite(value).all():
-            bad = int((~torch.isfinite(value)).sum())
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        finite = torch.isfinite(value)
+        if not finite.all():
             raise ValueError(
-                f"Expected finite inputs, got {bad} NaN or Inf of {value.numel()} entries in a "
-                "mini-batch. Remedy: clean the data, or drop these rows."
+                f"Expected finite inputs, got {int((~finite).sum())} NaN or Inf of "
+                f"{value.numel()} entries in a mini-batch. Remedy: clean the data, or drop these "
+                "rows."
             )
-    return X, y
+    return X.to(device) if isinstance(X, Tensor) else X, y
+
+
+def _parts(batch: Any, dict_key_y: str, labelled: bool) -> tuple[Any, Any]:
+    """Inputs and targets of a mini-batch as they come; ``None`` where there are no targets."""
+    if isinstance(batch, MutableMapping):
+        return batch, batch.get(dict_key_y)
+    if isinstance(batch, Tensor):
+        return batch, None
+    if isinstance(batch, (tuple, list)) and batch and (len(batch) <= 2 or not labelled):
+        return batch[0], batch[1] if len(batch) == 2 else None
+    raise ValueError(
+        f"Expected mini-batches `(X, y)` or mappings, got {_described(batch)}. Remedy: let the "
+        "loader's `collate_fn` return a pair."
+    )
+
+
+def _raise_unlabelled(batch: Any, dict_key_y: str) -> NoReturn:
+    """Say where the targets of a mini-batch were expected."""
+    if isinstance(batch, MutableMapping):
+        raise ValueError(
+            f"Expected the targets under the key '{dict_key_y}' (`dict_key_y`), got the keys "
+            f"{sorted(map(str, batch))}. Remedy: pass `dict_key_y=` to `Laplace`."
+        )
+    raise ValueError(
+        f"Expected mini-batches `(X, y)` with targets, got {_described(batch)} without any. "
+        "Remedy: add them, as in `DataLoader(TensorDataset(X, y), ...)` or `[(X, y)]`."
+    )
+
+
+def _described(value: Any) -> str:
+    """Say what something is, for error messages."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        kinds = ", ".join(type(part).__name__ for part in value[:3])
+        return f"a {type(value).__name__} of {len(value)} ({kinds}{', ...' * (len(value) > 3)})"
+    return type(value).__name__
 
 
 def check_targets(y: Tensor, output_shape: torch.Size, likelihood: str) -> None:
@@ -110,14 +228,23 @@ def check_targets(y: Tensor, output_shape: torch.Size, likelihood: str) -> None:
         )
 
 
-def as_batches(loader: Iterable[Any]) -> Iterable[Any]:
+def as_batches(
+    loader: Iterable[Any], *, labelled: bool = True, name: str = "loader"
+) -> Iterable[Any]:
     """Take a bare mini-batch for a loader of one.
 
     Args:
-        loader: A loader, any iterable of mini-batches, or one mini-batch.
+        loader: A loader, any iterable of mini-batches, or one mini-batch: a mapping, or a pair
+            ``(X, y)``. Where targets are not needed also a tensor ``X``; a *list* of two tensors
+            then holds two mini-batches of inputs, unless their data differ in shape.
+        labelled: Whether mini-batches must have targets.
+        name: What error messages call the loader.
 
     Returns:
         The loader itself, or a list of the one mini-batch.
+
+    Raises:
+        ValueError: If it cannot be iterated, or holds no targets where it must.
 
     Example:
         >>> len(as_batches((torch.zeros(5, 2), torch.zeros(5))))
@@ -125,7 +252,21 @@ def as_batches(loader: Iterable[Any]) -> Iterable[Any]:
     """
     if isinstance(loader, MutableMapping):
         return [loader]
+    if isinstance(loader, Tensor):
+        if labelled:
+            raise ValueError(
+                f"Expected mini-batches with targets in `{name}`, got {_described(loader)}. "
+                "Remedy: pass `(X, y)`, or a loader of such pairs."
+            )
+        return [loader]
     if isinstance(loader, (tuple, list)) and len(loader) == 2:
         if all(isinstance(part, Tensor) for part in loader):
-            return [loader]
+            X, y = loader
+            two = not labelled and isinstance(loader, list) and X.shape[1:] == y.shape[1:]
+            return loader if two else [loader]
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise ValueError(
+            f"Expected a loader, an iterable of mini-batches or one mini-batch `(X, y)` as "
+            f"`{name}`, got {_described(loader)}. Remedy: `DataLoader(TensorDataset(X, y), ...)`."
+        )
     return loader

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, SequentialSampler
 
 from laplace_debias.data.inputs import Batch
-from laplace_debias.data.reading import as_batches, unpack
+from laplace_debias.data.reading import read
 
 __all__ = ["CURVATURES", "DIRECTIONS", "TrainingData", "training_size", "warn_if_sequential"]
 
@@ -43,10 +43,13 @@ class TrainingData:
     key_y: str = "labels"
     cast: Callable[[Any], Any] | None = None
 
-    def read(self, batches: Iterable[Any] | None = None) -> Iterator[Batch]:
+    def read(
+        self, batches: Iterable[Any] | None = None, name: str = "train_loader"
+    ) -> Iterator[Batch]:
         """Inputs and targets of mini-batches on the device, checked; by default the loader's."""
-        for batch in as_batches(self.loader if batches is None else batches):
-            X, y = unpack(batch, self.device, self.key_y)
+        batches = self.loader if batches is None else batches
+        for X, y in read(batches, self.device, self.key_y, name=name):
+            assert y is not None  # the reader refuses mini-batches without targets
             yield (X, y) if self.cast is None else (self.cast(X), self.cast(y))
 
     def in_roles(self) -> Iterator[tuple[str, Batch]]:
@@ -76,9 +79,9 @@ class TrainingData:
                     "debiased. Pass a loader over other data as `curvature_loader`.",
                     stacklevel=4,
                 )
-            yield from ((DIRECTIONS, batch) for batch in self.all_of(self.loader, "train_loader"))
-            loader = self.curvature_loader
-            yield from ((CURVATURES, batch) for batch in self.all_of(loader, "curvature_loader"))
+            yield from ((DIRECTIONS, batch) for batch in self.read())
+            second = self.read(self.curvature_loader, "curvature_loader")
+            yield from ((CURVATURES, batch) for batch in second)
             return
         warn_if_sequential(self.loader)
         batches = self.read()
@@ -91,18 +94,6 @@ class TrainingData:
                     "smaller `batch_size`, or pass a second loader as `curvature_loader`."
                 )
             yield role, batch
-
-    def all_of(self, loader: Iterable[Any], name: str) -> Iterator[Batch]:
-        """All mini-batches of a loader; an error that names it if there is none."""
-        empty = True
-        for batch in self.read(loader):
-            empty = False
-            yield batch
-        if empty:
-            raise ValueError(
-                f"Expected at least one mini-batch in `{name}`, got an empty loader. Remedy: check "
-                "its dataset, and `drop_last` with a `batch_size` larger than the dataset."
-            )
 
     def check_seen(self, counts: dict[str, int], *, disjoint: bool) -> None:
         """Raise if more data were seen than there are training data.
@@ -174,7 +165,7 @@ def training_size(
             )
         return int(n_data)
     remedy = "Remedy: pass the number of training data as `n_data`."
-    dataset = getattr(train_loader, "dataset", None)
+    dataset: Any = getattr(train_loader, "dataset", None)
     if curvature_loader is not None and getattr(curvature_loader, "dataset", None) is not dataset:
         raise ValueError(
             "Expected `n_data`, because the two loaders read different datasets and neither need "

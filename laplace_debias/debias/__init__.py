@@ -1,1 +1,42 @@
 """From factors to a spectrum: directions from some data, curvatures from others."""
+
+from laplace_debias.debias.bias import CurvatureBias, LayerBias, curvature_bias
+from laplace_debias.debias.crossfit import fit_crossfit
+from laplace_debias.debias.few_rows import crossfit_rows, few_rows_from
+from laplace_debias.debias.fold_blocks import crossfit_kron
+from laplace_debias.debias.folds import crossfit_factor, isotonic, null_tolerance
+from laplace_debias.debias.options import CrossfitOptions, even_parts
+from laplace_debias.debias.sampling import (
+    DEFAULT_SHARE,
+    WeightedDraw,
+    curvature_order,
+    draw_weighted,
+)
+from laplace_debias.debias.spectrum import FitResult, decompose, eigh_float64, reevaluate
+from laplace_debias.debias.two_batch import fit_factors, fit_single, fit_two_batch
+
+__all__ = [
+    "CrossfitOptions",
+    "CurvatureBias",
+    "DEFAULT_SHARE",
+    "FitResult",
+    "LayerBias",
+    "WeightedDraw",
+    "crossfit_factor",
+    "crossfit_kron",
+    "crossfit_rows",
+    "curvature_bias",
+    "curvature_order",
+    "decompose",
+    "draw_weighted",
+    "eigh_float64",
+    "even_parts",
+    "few_rows_from",
+    "fit_crossfit",
+    "fit_factors",
+    "fit_single",
+    "fit_two_batch",
+    "isotonic",
+    "null_tolerance",
+    "reevaluate",
+]

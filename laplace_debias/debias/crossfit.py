@@ -87,10 +87,8 @@ class _Run:
     def uniform(self) -> FitResult:
         """Consecutive data of the loader, cut into folds; further ones for the input factors."""
         batches = self.read("folds")
-        first = next(batches, None)
-        if first is None:
-            raise self.too_few(0, self.options.n_curvature or self.options.n_folds)
-        options = self.options = self.options.resolved(len(first[1]))
+        first = next(batches)
+        options = self.options.resolved(len(first[1]))
         K, M = options.n_folds, options.n_curvature
         extra = max(0, options.n_input - M)
         sizes = even_parts(M, K) + even_parts(extra, K)
@@ -114,11 +112,11 @@ class _Run:
                 break
             if number < K:
                 folds[number].append(self.engine.factors(X, y, inputs=not extra))
-                loss = loss + folds[number][-1].loss
+                loss = loss + folds[number][-1].summed_loss
             if extra:
                 new = self.engine.factors(X, y, outputs=False, rows_from=rows_from)
                 more[number % K].append(new)
-                loss = loss + new.loss if number >= K else loss
+                loss = loss + new.summed_loss if number >= K else loss
             n_seen += len(y)
         if n_seen < sum(sizes):
             raise self.too_few(n_seen, sum(sizes))
@@ -152,11 +150,12 @@ class _Run:
 
     def curvature_map(self) -> FitResult:
         """Score a pool of positions, draw systematically, fetch the drawn data again."""
-        loader, engine = self.data.loader, self.engine
+        loader: Any = self.data.loader  # a DataLoader, see is_map_style
+        engine = self.engine
         batch_size = getattr(loader.batch_sampler, "batch_size", None)
         batch_size = batch_size or MapStyle(loader, 1).batch_size
         asked = self.options.n_curvature
-        options = self.options = self.options.resolved(min(batch_size, len(loader.dataset)))
+        options = self.options.resolved(min(batch_size, len(loader.dataset)))
         given = options.scores
         pool = MapStyle(loader, options.n_pool if given is None else None, options.generator)
         passed = PoolPass(engine, options, self.data.key_x)
@@ -206,7 +205,7 @@ class _Run:
         seen, key = 0, self.data.key_x
         for X, y in self.read("pool"):
             if passed is None:
-                options = self.options = self.options.resolved(len(y))
+                options = self.options.resolved(len(y))
                 passed = PoolPass(self.engine, options, key)
                 for m in even_parts(options.n_curvature, options.n_folds):
                     reservoirs.append(Reservoirs(m, generator=options.generator, device=y.device))
@@ -217,10 +216,9 @@ class _Run:
                 for slot, i in zip(slots.tolist(), positions.tolist(), strict=True):
                     items[slot] = (take(X, slice(i, i + 1), key), y[i : i + 1])
             seen += len(y)
-            if seen >= self.options.n_pool:
+            if seen >= passed.options.n_pool:
                 break
-        if passed is None:
-            raise self.too_few(0, self.options.n_folds)
+        assert passed is not None  # the reader refuses an empty loader
         folds = []
         for fold, items in zip(reservoirs, kept, strict=True):
             draw = fold.draw()

@@ -135,4 +135,5 @@ def crossfit_rows(
 
 def _complement(V: Tensor) -> Tensor:
     """Orthonormal basis `[d, d - r]` of what orthonormal columns `V [d, r]` do not span."""
-    return torch.linalg.qr(V, mode="complete")[0][:, V.shape[1] :]
+    basis: Tensor = torch.linalg.qr(V, mode="complete")[0]
+    return basis[:, V.shape[1] :]

@@ -67,12 +67,9 @@ def crossfit_kron(
             f"Expected folds of the same parameters, got {len(names)} different sets. Remedy: "
             "compute all folds with the same model and the same `params`."
         )
-    sizes = [fold.weight for fold in outputs]
+    sizes, folds = [fold.weight for fold in outputs], [fold.blocks for fold in outputs]
     if rows is None and inputs is not None:
-        rows = [
-            None if any(part is None for part in parts) else torch.cat(parts)
-            for parts in zip(*(fold.rows for fold in inputs), strict=True)
-        ]
+        rows = [_all_rows(parts) for parts in zip(*(fold.rows for fold in inputs), strict=True)]
     sources = outputs if inputs is None else inputs
     Q, lam, lam_tilde = [], [], []
     previous: list[list[Tensor]] = [[] for _ in outputs]
@@ -83,21 +80,29 @@ def crossfit_kron(
             exact = n_data * exact.clamp(min=0)
             parts = [(vectors, exact, exact)]
         else:
-            blocks = [[fold.B[i]] for fold in outputs]
+            blocks = [fold[i][:1] for fold in folds]
             if not all(map(same_output, blocks, previous)):
-                B = [n_data / fold.weight * fold.B[i] for fold in outputs]
+                B = [n_data / w * block[0] for w, block in zip(sizes, blocks, strict=True)]
                 B_part = crossfit_spectrum(B, sizes, name=f"B of {name}")
             parts, previous = [B_part], blocks
-        if sources[0].A[i] is not None:
-            if rows is not None and rows[i] is not None:
+        A = [factor for fold in sources if (factor := fold.A[i]) is not None]
+        if A:
+            kept = None if rows is None else rows[i]
+            if kept is not None:
                 n_folds = max(ROW_FOLDS, len(sources))
-                parts.append(crossfit_rows(rows[i], n_folds, name=f"A of {name}"))
+                parts.append(crossfit_rows(kept, n_folds, name=f"A of {name}"))
             else:
-                A_sizes, A = [fold.n for fold in sources], [fold.A[i] for fold in sources]
+                A_sizes = [fold.n for fold in sources]
                 parts.append(crossfit_spectrum(A, A_sizes, name=f"A of {name}"))
-        dtype = outputs[0].B[i].dtype
+        dtype = folds[0][i][0].dtype
         Q.append([part[0].to(dtype) for part in parts])
         lam.append([part[1] for part in parts])
         lam_tilde.append([part[2] for part in parts])
     loss = torch.as_tensor(loss) * n_data
     return FitResult(Q, lam, lam_tilde, [], loss, n_data, outputs[0].n_outputs)
+
+
+def _all_rows(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Rows of all folds, if every fold kept its own."""
+    kept = [part for part in parts if part is not None]
+    return torch.cat(kept) if len(kept) == len(parts) else None

@@ -25,6 +25,7 @@ the error, can only shrink.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -106,7 +107,8 @@ def crossfit_spectrum(
     tol = null_tolerance(means[0]) if null_tol is None else null_tol
     folds = [M.double() for M in means]
     total = float(sum(sizes))
-    summed = sum(size * M for size, M in zip(sizes, folds, strict=True))
+    scaled = [size * M for size, M in zip(sizes, folds, strict=True)]
+    summed = sum(scaled[1:], scaled[0])
     pooled, Q = eigh_float64(summed, name)
     lam = torch.zeros(len(Q), dtype=torch.float64, device=Q.device)
     for size, held_out in zip(sizes, folds, strict=True):
@@ -187,7 +189,7 @@ def null_tolerance(M: Tensor) -> float:
         >>> null_tolerance(torch.eye(4, dtype=torch.float64)) == 2 * 2.0**-52
         True
     """
-    return len(M) ** 0.5 * torch.finfo(M.dtype).eps
+    return math.sqrt(len(M)) * torch.finfo(M.dtype).eps
 
 
 def isotonic(values: Tensor) -> Tensor:

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from laplace_debias.debias.sampling import checked_scores
 
-__all__ = ["CROSSFIT", "SINGLE", "TWO_BATCH", "CrossfitOptions", "debias_mode", "even_parts"]
+__all__ = [
+    "CROSSFIT",
+    "SINGLE",
+    "TWO_BATCH",
+    "CrossfitOptions",
+    "ResolvedOptions",
+    "debias_mode",
+    "even_parts",
+]
 
 TWO_BATCH, SINGLE, CROSSFIT = "two-batch", "single", "crossfit"
 
@@ -112,38 +120,53 @@ class CrossfitOptions:
             )
         if self.scores is not None:
             object.__setattr__(self, "scores", checked_scores(torch.as_tensor(self.scores)))
-        if None not in (self.n_pool, self.n_curvature) and self.n_pool < self.n_curvature:
+        M, pool = self.n_curvature, self.n_pool
+        if M is not None and pool is not None and pool < M:
             raise ValueError(
                 f"Expected a pool of at least `n_curvature`={self.n_curvature} data to draw from, "
                 f"got n_pool={self.n_pool}. Remedy: score more data, or draw fewer."
             )
 
-    def resolved(self, batch_size: int) -> CrossfitOptions:
+    def resolved(self, batch_size: int) -> ResolvedOptions:
         """The same options with every default replaced by its number.
 
         Args:
             batch_size: Number of data in the first mini-batch.
 
         Returns:
-            Options without ``None`` (but for ``scores`` and ``generator``).
+            Options without a number missing.
         """
         M = self.n_curvature or self.n_folds * batch_size
         n_input = self.n_input or (4 * M if self.sampling == "curvature" else M)
-        n_pool = max(self.n_pool or 16 * M, n_input)
-        return CrossfitOptions(
-            self.n_folds,
-            self.sampling,
-            M,
-            n_input,
-            n_pool if self.sampling == "curvature" else None,
-            self.scores,
-            self.generator,
-        )
+        scores = None if self.scores is None else torch.as_tensor(self.scores)
+        pool = max(self.n_pool or 16 * M, n_input) if self.sampling == "curvature" else 0
+        return ResolvedOptions(self.n_folds, M, n_input, pool, scores, self.generator)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """Names of the options, as the constructors of the posteriors take them."""
         return tuple(f.name for f in fields(cls))
+
+
+@dataclass(frozen=True)
+class ResolvedOptions:
+    """Options of one fit, with every number known; see :class:`CrossfitOptions`.
+
+    Attributes:
+        n_folds: Number K of folds.
+        n_curvature: Number M of data with backward passes.
+        n_input: Number of data for the input factors.
+        n_pool: Number of data that are scored, 0 if none are.
+        scores: Scores of all data of the dataset, if they were given.
+        generator: Source of the draws.
+    """
+
+    n_folds: int
+    n_curvature: int
+    n_input: int
+    n_pool: int
+    scores: Tensor | None = None
+    generator: torch.Generator | None = None
 
 
 def even_parts(n: int, k: int) -> list[int]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs, take
 from laplace_debias.debias.few_rows import few_rows_from, most_few_rows
-from laplace_debias.debias.options import CrossfitOptions
+from laplace_debias.debias.options import ResolvedOptions
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
 
@@ -22,7 +22,7 @@ class PoolPass:
 
     Attributes:
         engine: The engine, which counts its passes.
-        options: Folds and numbers of data, without ``None``.
+        options: Folds and numbers of data.
         key: Key of the inputs in a mapping.
         A: Input factors of each fold.
         more_rows: Input rows of wide layers beyond ``n_input`` data, of each mini-batch.
@@ -31,7 +31,7 @@ class PoolPass:
     """
 
     engine: Engine
-    options: CrossfitOptions
+    options: ResolvedOptions
     key: str
     A: dict[int, Factors] = field(default_factory=dict)
     more_rows: list[tuple[Tensor | None, ...]] = field(default_factory=list)
@@ -52,7 +52,7 @@ class PoolPass:
             if rows.start < stop:
                 least = few_rows_from(self.options.n_input)
                 new = self._forward(X, y, rows, inputs=True, rows_from=least)
-                parts.append((rows, new.outputs))
+                parts.append((rows, new.kept_outputs))
                 new = replace(new, outputs=None)
                 self.A[k] = self.A[k] + new if k in self.A else new
         if stop < len(y):
@@ -60,7 +60,7 @@ class PoolPass:
             least = few_rows_from(max(seen + stop + 1, self.options.n_input))
             new = self._forward(X, y, rows, inputs=False, rows_from=least)
             self.more_rows.append(new.rows)
-            parts.append((rows, new.outputs))
+            parts.append((rows, new.kept_outputs))
         f = parts[0][1].new_empty(len(y), *parts[0][1].shape[1:])
         for rows, part in parts:
             f[rows] = part
@@ -74,17 +74,18 @@ class PoolPass:
         new = self.engine.factors(
             take(X, rows, self.key), y[rows], inputs=inputs, outputs=False, rows_from=rows_from
         )
-        self.loss = self.loss + new.loss
+        self.loss = self.loss + new.summed_loss
         return new
 
     def rows(self) -> list[Tensor | None]:
         """For each parameter the rows ``[n, d_in]`` of a wide layer, no more than few, or None."""
         found: list[Tensor | None] = []
         for i, own in enumerate(zip(*(fold.rows for fold in self.A.values()), strict=True)):
-            if any(part is None for part in own):
+            first = [part for part in own if part is not None]
+            if len(first) < len(own):
                 found.append(None)
                 continue
-            more = [batch[i] for batch in self.more_rows if batch[i] is not None]
-            rows = torch.cat([*own, *more])
+            more = [part for batch in self.more_rows if (part := batch[i]) is not None]
+            rows = torch.cat([*first, *more])
             found.append(rows[: most_few_rows(rows.shape[1])])
         return found

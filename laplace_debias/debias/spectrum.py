@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -66,7 +67,9 @@ class FitResult:
         """
         Q = [[Q_f.to(dtype) for Q_f in block] for block in self.Q]
         lam = [[values.to(dtype) for values in block] for block in self.lam_tilde]
-        return KronDecomposed(Q, lam, damping=damping)
+        # laplace-torch holds lists of lists, and annotates them as if each were a tuple of one
+        blocks = cast("tuple[list[tuple[Tensor]], list[tuple[Tensor]]]", (Q, lam))
+        return KronDecomposed(*blocks, damping=damping)
 
 
 def decompose(
@@ -94,8 +97,9 @@ def decompose(
         >>> lam[0][0].tolist()
         [1.0, 3.0]
     """
-    Q, lam, pairs = [], [], []
-    previous: Block = []
+    Q, lam = [], []
+    pairs: list[tuple[Tensor, Tensor]] = []
+    previous: Sequence[Tensor] = ()
     for block, name in zip(factors, names, strict=True):
         shared = pairs[:1] if same_output(block, previous) else []
         pairs = shared + [eigh_float64(factor, name) for factor in block[len(shared) :]]
@@ -228,10 +232,11 @@ def eigh_float64(factor: Tensor, name: str = "factor") -> tuple[Tensor, Tensor]:
     symmetric = (factor + factor.T) / 2
     try:
         if symmetric.device.type != "cpu":
-            return torch.linalg.eigh(symmetric)
+            values, vectors = torch.linalg.eigh(symmetric)
+            return values, vectors
         # NumPy's LAPACK takes two thirds of the time of torch's.
-        values, vectors = np.linalg.eigh(symmetric.numpy())
-        return torch.from_numpy(values), torch.from_numpy(vectors)
+        lam, Q = np.linalg.eigh(symmetric.numpy())
+        return torch.from_numpy(lam), torch.from_numpy(Q)
     except (torch.linalg.LinAlgError, np.linalg.LinAlgError) as error:
         raise ValueError(
             f"Expected the Kronecker factor {list(factor.shape)} of '{name}' to have an "

@@ -63,7 +63,7 @@ def fit_single(
         >>> fit.n_data, fit.lam is fit.lam_tilde
         (100, True)
     """
-    batches = ((DIRECTIONS, batch) for batch in data.all_of(data.loader, "train_loader"))
+    batches = ((DIRECTIONS, batch) for batch in data.read())
     roles = _accumulate(engine, batches, progress_bar)
     data.check_seen({role: total.n for role, total in roles.items()}, disjoint=True)
     with engine.cost.stage("decompositions"):
@@ -143,7 +143,8 @@ def fit_factors(
     seen = [directions] if curvatures is None else [directions, curvatures]
     K_1 = directions.scaled_to(n_data)
     K_2 = [] if curvatures is None else curvatures.scaled_to(n_data)
-    loss = _summed(role.loss for role in seen) * (n_data / sum(role.n for role in seen))
+    losses = [role.summed_loss for role in seen]
+    loss = sum(losses[1:], losses[0]) * (n_data / sum(role.n for role in seen))
     total = n_data
     if past is not None:
         K_1 = merge(rebuild(past.Q, past.lam), past.n_data, K_1, n_data)
@@ -175,9 +176,3 @@ def _accumulate(
             roles[role] = roles[role] + new if role in roles else new
             bar.update()
     return roles
-
-
-def _summed(losses: Iterable[Tensor | None]) -> Tensor:
-    """Sum of the losses of all roles; every one was computed with targets."""
-    found = [loss for loss in losses if loss is not None]
-    return sum(found[1:], found[0])

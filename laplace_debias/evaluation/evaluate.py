@@ -6,25 +6,24 @@ observation noise; a plain model has no function variance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from laplace.baselaplace import BaseLaplace
-from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from laplace_debias.data.reading import as_batches, unpack
-from laplace_debias.evaluation.metrics import CalibrationMetrics
-from laplace_debias.evaluation.regression_metrics import RegressionMetrics
+from laplace_debias.data.inputs import Inputs
+from laplace_debias.data.reading import read
+from laplace_debias.evaluation.predictors import laplace_predictor, model_predictor
 from laplace_debias.evaluation.reports import CalibrationReport
+from laplace_debias.evaluation.streams import CalibrationMetrics, RegressionMetrics
+from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.upstream import device_of
 
 __all__ = ["EvaluationError", "evaluate"]
-
-_Inputs = Tensor | MutableMapping[str, Any]
 
 
 class EvaluationError(ValueError):
@@ -55,7 +54,9 @@ def evaluate(
     generator: torch.Generator | None = None,
     progress_bar: bool = False,
 ) -> CalibrationReport:
-    """Evaluate predictive probabilities, or Gaussian predictions, on a loader.
+    """Evaluate class predictions, or Gaussian predictions, on a loader.
+
+    Metrics are those of a sweep (:mod:`laplace_debias.evaluation.table`), from log-probabilities.
 
     The data are read once, in evaluation mode; modes and the global random state (if a
     ``generator`` is given) are as before afterwards.
@@ -64,9 +65,9 @@ def evaluate(
         predictor: A fitted Laplace approximation, ours or laplace-torch's, or a plain model: the
             MAP baseline, whose outputs are logits (classification) or means (regression).
         loader: Mini-batches ``(X, y)``, or mappings with the targets under ``dict_key_y`` of the
-            Laplace approximation (``"labels"`` for a plain model).
+            Laplace approximation (``"labels"`` for a plain model); or one such mini-batch.
         ood_loader: Out-of-distribution inputs, for classification: mini-batches ``(X, y)``, whose
-            ``y`` is ignored, or mappings, or tensors ``X``.
+            ``y`` is ignored, or mappings, or tensors ``X``; or one such mini-batch.
         likelihood: ``"classification"`` or ``"regression"``, for a plain model (classification if
             not given). A Laplace approximation knows its own.
         pred_type: ``"glm"`` or ``"nn"``, as laplace-torch; its own default if not given.
@@ -82,9 +83,9 @@ def evaluate(
         A `ClassificationReport` or a `RegressionReport`.
 
     Raises:
-        EvaluationError: If a loader is empty, or a mini-batch or its predictions are invalid (not
-            probabilities, labels out of range, other shapes). Its ``partial`` holds the report of
-            everything before.
+        EvaluationError: If a loader is empty, or a mini-batch or its predictions are invalid (NaN,
+            not probabilities, labels out of range, other shapes). Its ``partial`` holds the report
+            of everything before.
         ValueError: If the arguments do not fit together.
 
     Example:
@@ -93,47 +94,56 @@ def evaluate(
         >>> report.n_data, report.accuracy
         (4, 0.5)
     """
-    is_laplace = isinstance(predictor, BaseLaplace)
-    if not is_laplace and not isinstance(predictor, nn.Module):
-        raise ValueError(
-            "Expected a fitted Laplace approximation or an nn.Module, got "
-            f"{type(predictor).__name__}. Remedy: feed `CalibrationMetrics` with probabilities of "
-            "any other origin."
-        )
-    if is_laplace:
+    model: nn.Module
+    noise: float | Tensor = sigma_noise
+    if isinstance(predictor, BaseLaplace):
         _check_laplace(predictor, likelihood)
-        model, likelihood = predictor.model, Likelihood(predictor.likelihood).value
-        device, key_y = predictor._device, predictor.dict_key_y
-        predict = _laplace_predictor(predictor, likelihood, pred_type, link_approx, n_samples)
-    else:
-        likelihood = likelihood or "classification"
+        model, kind = predictor.model, likelihood_name(predictor.likelihood)
+        device, key_y, noise = device_of(predictor), predictor.dict_key_y, predictor.sigma_noise
+        predict = laplace_predictor(predictor, pred_type, link_approx, n_samples)
+    elif isinstance(predictor, nn.Module):
+        kind = likelihood_name(likelihood or "classification")
         model, key_y = predictor, "labels"
         first = next(iter([*model.parameters(), *model.buffers()]), torch.empty(0))
         device = first.device
-        predict = _plain_predictor(model, likelihood, sigma_noise)
-    if likelihood not in ("classification", "regression"):
+        predict = model_predictor(model, kind)
+    else:
         raise ValueError(
-            f"Expected the likelihood 'classification' or 'regression', got {likelihood!r}."
+            "Expected a fitted Laplace approximation or an nn.Module, got "
+            f"{type(predictor).__name__}. Remedy: feed `CalibrationMetrics` with log-probabilities "
+            "of any other origin."
         )
-    if likelihood == "regression" and ood_loader is not None:
+    if kind == "regression" and ood_loader is not None:
         raise ValueError(
             "Expected no `ood_loader` for a regression, whose report has no OOD part; got one. "
             "Remedy: evaluate it as a loader of its own."
         )
-    metrics = CalibrationMetrics(n_bins) if likelihood == "classification" else RegressionMetrics()
+    metrics: CalibrationMetrics | RegressionMetrics
+    if kind == "classification":
+        metrics = CalibrationMetrics(n_bins)
+    else:
+        metrics = RegressionMetrics(sigma_noise=noise)
     shapes: set[torch.Size] = set()
     with evaluation_mode(model), _weights_kept(model), _seeded(generator, device):
         with _keeping(metrics, "loader", lambda: metrics.n_data):
-            for batch in tqdm(as_batches(loader), "evaluate", disable=not progress_bar):
-                X, y = unpack(batch, device, key_y)
+            title = "evaluate" if progress_bar else None
+            for X, y in read(loader, device, key_y, progress=title):
                 shapes |= {X.shape[1:]} if isinstance(X, Tensor) else set()
-                metrics.update(*predict(X), y)
-        if ood_loader is not None:
-            with _keeping(metrics, "ood_loader", lambda: metrics.n_ood):
-                for batch in tqdm(ood_loader, "evaluate OOD", disable=not progress_bar):
-                    X = _ood_inputs(batch, device)
+                if isinstance(metrics, CalibrationMetrics):
+                    (log_probs,) = predict(X)
+                    metrics.update(log_probs, y)
+                else:
+                    mean, variance = predict(X)
+                    metrics.update(mean, variance, y)
+        if ood_loader is not None and isinstance(metrics, CalibrationMetrics):
+            ood = metrics
+            with _keeping(ood, "ood_loader", lambda: ood.n_ood):
+                title = "evaluate OOD" if progress_bar else None
+                for X, _ in read(
+                    ood_loader, device, key_y, labelled=False, name="ood_loader", progress=title
+                ):
                     _check_shape(X, shapes)
-                    metrics.update_ood(*predict(X))
+                    ood.update_ood(*predict(X))
     return metrics.compute()
 
 
@@ -144,60 +154,15 @@ def _check_laplace(la: BaseLaplace, likelihood: str | None) -> None:
             f"Expected a fitted {type(la).__name__}, got one that has seen no data. Remedy: call "
             "`la.fit(train_loader)` first."
         )
-    if likelihood is not None and likelihood != la.likelihood:
+    own = likelihood_name(la.likelihood)
+    if likelihood not in (None, own):
         raise ValueError(
-            f"Expected no `likelihood`, or that of the Laplace approximation "
-            f"({Likelihood(la.likelihood).value!r}), got {likelihood!r}. Remedy: leave it out."
+            f"Expected no `likelihood`, or that of the Laplace approximation ({own!r}), got "
+            f"{likelihood!r}. Remedy: leave it out."
         )
 
 
-def _laplace_predictor(
-    la: BaseLaplace, likelihood: str, pred_type: str | None, link_approx: str, n_samples: int
-) -> Callable[[_Inputs], tuple[Tensor, ...]]:
-    """Map inputs to ``(probs,)``, or to means and covariances with observation noise."""
-    kwargs: dict[str, Any] = {"n_samples": n_samples}
-    if pred_type is not None:
-        kwargs["pred_type"] = pred_type
-    if likelihood == "classification":
-        link_approx = "mc" if pred_type == "nn" else link_approx  # the only one there is for it
-        return lambda X: (la(X, link_approx=link_approx, **kwargs),)
-
-    def predict(X: _Inputs) -> tuple[Tensor, Tensor]:
-        mean, variance = la(X, **kwargs)  # [N, D] and [N, D] or [N, D, D]
-        noise = torch.as_tensor(la.sigma_noise).to(mean).square().expand(mean.shape[-1])
-        return mean, variance + (noise if variance.ndim == 2 else torch.diag(noise))
-
-    return predict
-
-
-def _plain_predictor(
-    model: nn.Module, likelihood: str, sigma_noise: float
-) -> Callable[[_Inputs], tuple[Tensor, ...]]:
-    """Map inputs to the MAP model's ``(probs,)``, or to means and the noise variance."""
-
-    @torch.no_grad()
-    def predict(X: _Inputs) -> tuple[Tensor, ...]:
-        output = model(X)
-        if likelihood == "classification":
-            return (output.softmax(-1),)
-        return output, torch.full_like(output, sigma_noise**2)
-
-    return predict
-
-
-def _ood_inputs(batch: Any, device: torch.device) -> _Inputs:
-    """Inputs of an OOD mini-batch, which need not have targets."""
-    if isinstance(batch, (tuple, list)) and batch:
-        batch = batch[0]
-    if not isinstance(batch, (Tensor, MutableMapping)):
-        raise ValueError(
-            "Expected OOD mini-batches `(X, y)`, mappings or tensors, got "
-            f"{type(batch).__name__}. Remedy: let the loader's `collate_fn` return one of them."
-        )
-    return batch.to(device) if isinstance(batch, Tensor) else batch
-
-
-def _check_shape(X: _Inputs, shapes: set[torch.Size]) -> None:
+def _check_shape(X: Inputs, shapes: set[torch.Size]) -> None:
     """Raise if all in-distribution inputs have one shape and the OOD inputs another."""
     if isinstance(X, Tensor) and len(shapes) == 1 and X.shape[1:] not in shapes:
         raise ValueError(
@@ -213,11 +178,6 @@ def _keeping(
     """Turn an invalid or missing mini-batch into an error that keeps the report so far."""
     try:
         yield
-        if count() == 0:
-            raise ValueError(
-                "expected at least one datum, got an empty loader. Remedy: check its dataset, and "
-                "`drop_last` with a `batch_size` larger than the dataset"
-            )
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
         partial = metrics.compute() if metrics.n_data else None
         raise EvaluationError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torchmetrics
@@ -12,11 +13,18 @@ from laplace.baselaplace import KronLaplace
 from laplace.utils.enums import PredType
 from torch import Tensor
 
-from laplace_debias.evaluation.sweep import batches, run_sweep
-from laplace_debias.evaluation.sweep_metrics import metric_table, takes_covariance
+from laplace_debias.data.reading import check_targets, read
+from laplace_debias.evaluation.predictors import Predict, laplace_predictor
+from laplace_debias.evaluation.sweep import Update, run_sweep
 from laplace_debias.evaluation.sweep_result import SweepResult
+from laplace_debias.evaluation.table import UserMetric, metric_table
+from laplace_debias.network.loss import likelihood_name
+from laplace_debias.network.upstream import device_of, dtype_of
 from laplace_debias.predictive.eigenblocks import check_fitted, prior_grid
+from laplace_debias.predictive.predictions import Prediction
 from laplace_debias.predictive.predictor import StructuredPredictor
+
+__all__ = ["Loss", "gridsearch_prior_precision"]
 
 Loss = torchmetrics.Metric | Callable[..., Tensor | float]
 
@@ -41,7 +49,7 @@ class _Callable(torchmetrics.Metric):
 
 def gridsearch_prior_precision(
     la: KronLaplace,
-    val_loader: Iterable,
+    val_loader: Iterable[Any],
     *,
     pred_type: str = "glm",
     loss: Loss | None = None,
@@ -61,16 +69,16 @@ def gridsearch_prior_precision(
 
     Args:
         la: A fitted ``KronLaplace`` or ``KronLLLaplace``.
-        val_loader: Batches ``(x, y)`` or mappings.
+        val_loader: Mini-batches ``(x, y)`` or mappings, or one such mini-batch.
         pred_type: ``"glm"``, in one pass over the data, or ``"nn"``, in one pass per grid point.
-        loss: A ``torchmetrics.Metric``, or a function of all predictions and targets (regression:
+        loss: A ``torchmetrics.Metric``, or a function of all probabilities and labels (regression:
             of means, covariances and targets); smaller is better. By default the negative log
             likelihood, for regression that of the Gaussian predictive with observation noise.
         log_prior_prec_min: Exponent of the smallest prior precision.
         log_prior_prec_max: Exponent of the largest.
         grid_size: Number of prior precisions.
         log_prior_prec_base: Base of the exponents.
-        link_approx: Link approximation for ``"glm"``; ``"nn"`` takes ``"mc"`` only.
+        link_approx: Link approximation for ``"glm"``; ``"nn"`` knows ``"mc"`` only, and takes it.
         n_samples: Number of samples, if any.
         generator: Random number generator for samples.
         progress_bar: Show a progress bar.
@@ -96,7 +104,8 @@ def gridsearch_prior_precision(
     check_fitted(la)
     if val_loader is None:
         raise ValueError(
-            "Expected a validation loader for the grid search, got None. Pass val_loader=..."
+            "Expected a validation loader for the grid search, got None. Remedy: pass "
+            "val_loader=..."
         )
     if pred_type not in (PredType.GLM, PredType.NN):
         raise ValueError(
@@ -104,39 +113,42 @@ def gridsearch_prior_precision(
         )
     if loss is not None and not callable(loss):
         raise ValueError(
-            f"Expected loss to be a torchmetrics.Metric or a function, got {type(loss).__name__}."
+            f"Expected loss to be a torchmetrics.Metric or a function, got {type(loss).__name__}. "
+            "Remedy: leave it out for the negative log likelihood."
         )
     grid = torch.logspace(
         log_prior_prec_min, log_prior_prec_max, grid_size, base=log_prior_prec_base
     )
     losses = [_fresh(la, loss) for _ in range(grid_size)]
 
-    def update(i: int, prediction: tuple[Tensor, ...], y: Tensor) -> None:
-        if len(prediction) == 2 and not takes_covariance(losses[i]):
-            prediction = prediction[:1]
+    def update(i: int, prediction: Prediction, y: Tensor) -> None:
         losses[i].update(*prediction, y)
 
-    options = {"link_approx": link_approx, "n_samples": n_samples, "generator": generator}
+    options: dict[str, Any] = {
+        "link_approx": link_approx,
+        "n_samples": n_samples,
+        "generator": generator,
+    }
     if pred_type == PredType.GLM:
         predictor = StructuredPredictor(la, grid, keep_graph=False)
         n_data = run_sweep(predictor, val_loader, update, progress_bar=progress_bar, **options)
     else:
-        n_data = _run_networks(la, grid, val_loader, update, progress_bar, **options)
+        predict = laplace_predictor(la, "nn", **options)
+        n_data = _run_networks(la, grid, val_loader, predict, update, progress_bar)
     values = tuple(float(metric.compute().sum()) for metric in losses)
-    grid = grid.to(device=la._device, dtype=la._dtype)
-    return SweepResult(grid, {"loss": values}, {"loss": False}, n_data, str(link_approx))
+    grid = grid.to(device=device_of(la), dtype=dtype_of(la))
+    link = "mc" if pred_type == PredType.NN else str(getattr(link_approx, "value", link_approx))
+    return SweepResult(grid, {"loss": values}, {"loss": False}, n_data, link)
 
 
 def _fresh(la: KronLaplace, loss: Loss | None) -> torchmetrics.Metric:
     """Return a fresh metric for one grid point."""
     if loss is None:
-        metric = metric_table(la)["nll"]()
-    elif isinstance(loss, torchmetrics.Metric):
-        metric = loss.clone()
+        table = metric_table(likelihood_name(la.likelihood), sigma_noise=la.sigma_noise)
+        metric = table["nll"]()
     else:
-        return _Callable(loss)
-    metric.reset()
-    return metric.to(la._device)
+        metric = UserMetric(loss if isinstance(loss, torchmetrics.Metric) else _Callable(loss))
+    return metric.to(device_of(la))
 
 
 @contextmanager
@@ -152,25 +164,21 @@ def _prior_precision(la: KronLaplace) -> Iterator[None]:
 def _run_networks(
     la: KronLaplace,
     grid: Tensor,
-    loader: Iterable,
-    update: Callable[[int, tuple[Tensor, ...], Tensor], None],
+    loader: Iterable[Any],
+    predict: Predict,
+    update: Update,
     progress_bar: bool,
-    **options: object,
 ) -> int:
     """Predict by sampling networks, one pass over the data per grid point."""
     prior_grid(grid, 1, grid)
-    n_data = 0
+    likelihood = likelihood_name(la.likelihood)
     with torch.no_grad(), _prior_precision(la):
         for i, delta in enumerate(tqdm.tqdm(grid, desc="[Grid]", disable=not progress_bar)):
             la.prior_precision = delta
             n_data = 0
-            for x, y in batches(la, loader):
-                out = la(x, pred_type="nn", fitting=True, **options)
-                update(i, out if isinstance(out, tuple) else (out,), y)
+            for x, y in read(loader, device_of(la), la.dict_key_y, name="val_loader"):
+                prediction = predict(x)
+                check_targets(y, prediction[0].shape, likelihood)
+                update(i, prediction, y)
                 n_data += len(y)
-    if n_data == 0:
-        raise ValueError(
-            "Expected a loader with at least one datum, got an empty one. "
-            "Remedy: check its dataset."
-        )
     return n_data

@@ -1,44 +1,52 @@
-"""Streams of class probabilities and labels into reports, by torchmetrics.
+r"""Metrics of class predictions, from log-probabilities.
 
-Conventions: probabilities ``[N, C]`` (or ``[..., C]``, flattened), labels ``[N]`` from 0 to C - 1.
-Entropies and log-probabilities are in nats. A probability of 0 counts as the dtype's smallest
-normal number in logarithms, so that the NLL stays finite.
+Conventions: log-probabilities ``[n, C]`` with :math:`\sum_c \exp(\ell_c) = 1`, labels ``[n]`` from
+0 to C - 1, entropies in nats. Nothing is clamped: the NLL is infinite where the log-probability of
+a label is minus infinity, and only there. A NaN in a prediction makes every metric NaN: it has no
+most probable class, so it is neither right nor wrong.
+
+All are torchmetrics, so that they can be collected over processes by torchmetrics' own means.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
-from torchmetrics import MeanMetric
-from torchmetrics.aggregation import CatMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError
+from torchmetrics import Metric
+from torchmetrics.classification import BinaryCalibrationError
 from torchmetrics.functional.classification import binary_auroc
 from torchmetrics.utilities import dim_zero_cat
 
-from laplace_debias.evaluation.reports import (
-    ClassificationReport,
-    OODReport,
-    adaptive_bins,
-    equal_width_bins,
-)
+__all__ = [
+    "ECE",
+    "NLL",
+    "Accuracy",
+    "Brier",
+    "MeanEntropy",
+    "MeanOverData",
+    "entropy_auroc",
+    "predictive_entropy",
+]
 
-__all__ = ["CalibrationMetrics", "entropy_auroc", "mean_metric", "predictive_entropy"]
 
-
-def predictive_entropy(probs: Tensor) -> Tensor:
-    r"""Entropy :math:`-\sum_c p_c \log p_c` of class probabilities.
+def predictive_entropy(log_probs: Tensor) -> Tensor:
+    r"""Entropy :math:`-\sum_c e^{\ell_c} \ell_c` of class predictions.
 
     Args:
-        probs: ``[..., C]``.
+        log_probs: ``[..., C]``.
 
     Returns:
         Entropies in nats, ``[...]``.
 
     Example:
-        >>> predictive_entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+        >>> predictive_entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]).log())
         tensor([0.6931, 0.0000])
     """
-    return torch.special.entr(probs).sum(-1)
+    finite = log_probs.masked_fill(log_probs == -math.inf, 0.0)  # 0 log 0 = 0
+    return (log_probs.exp() * -finite).sum(-1)
 
 
 def entropy_auroc(id_entropies: Tensor, ood_entropies: Tensor) -> float:
@@ -49,6 +57,9 @@ def entropy_auroc(id_entropies: Tensor, ood_entropies: Tensor) -> float:
     Args:
         id_entropies: Predictive entropies of in-distribution inputs, ``[N]``.
         ood_entropies: Predictive entropies of out-of-distribution inputs, ``[M]``.
+
+    Returns:
+        A number between 0 and 1.
 
     Example:
         >>> entropy_auroc(torch.tensor([0.1, 0.4]), torch.tensor([0.3, 2.0]))
@@ -62,182 +73,156 @@ def entropy_auroc(id_entropies: Tensor, ood_entropies: Tensor) -> float:
     return binary_auroc(scores.clamp_min(0), is_ood, thresholds=None, validate_args=False).item()
 
 
-def _check_probs(probs: Tensor) -> Tensor:
-    """Flatten to ``[N, C]``; raise unless every row is a probability vector.
+class MeanOverData(Metric):
+    """A mean over data, summed in double precision; NaN where a prediction holds one.
 
-    Values are clamped to [0, 1]: torchmetrics takes anything outside, be it by rounding, for
-    logits and applies a softmax.
+    A subclass says in ``update`` what it sums, and hands it to ``add``.
     """
-    if probs.ndim < 2 or probs.shape[-1] < 2 or not probs.is_floating_point():
-        raise ValueError(
-            "Expected floating-point class probabilities of shape [N, C] with C >= 2, got "
-            f"{probs.dtype} of shape {list(probs.shape)}. Remedy: for one logit per datum pass "
-            "`torch.stack([1 - p, p], -1)` with p its sigmoid."
-        )
-    probs = probs.detach().flatten(0, -2)
-    slack = max(1e-4, torch.finfo(probs.dtype).eps ** 0.5)
-    if not torch.isfinite(probs).all():
-        bad = int((~torch.isfinite(probs)).any(-1).sum())
-        raise ValueError(
-            f"Expected finite probabilities, got NaN or Inf in {bad} of {len(probs)} rows. "
-            "Remedy: check the inputs, and the prior precision of a Laplace approximation."
-        )
-    low, high = (probs.min().item(), probs.max().item()) if len(probs) else (0.0, 1.0)
-    sums = probs.sum(-1)
-    worst = (sums - 1).abs().max().item() if len(probs) else 0.0
-    if low < -slack or high > 1 + slack or worst > slack:
-        raise ValueError(
-            f"Expected probabilities in [0, 1] that sum to one, got values in [{low:.4g}, "
-            f"{high:.4g}] and a row sum off by {worst:.4g}. Remedy: pass `logits.softmax(-1)` "
-            "if these are logits, `log_probs.exp()` if they are log-probabilities."
-        )
-    return probs.clamp(0, 1)
+
+    full_state_update = False
+    is_differentiable = False
+
+    total: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        """Start from no data."""
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def add(self, values: Tensor, prediction: Sequence[Tensor]) -> None:
+        """Add one value per datum.
+
+        Args:
+            values: ``[n]``.
+            prediction: What they were computed from, tensors ``[n, ...]``.
+        """
+        for part in prediction:
+            values = values.masked_fill(part.isnan().flatten(1).any(-1), math.nan)
+        self.total += values.double().sum()
+        self.count += len(values)
+
+    def compute(self) -> Tensor:
+        """Return the mean over all data added so far."""
+        return self.total / self.count
+
+    @property
+    def n_data(self) -> int:
+        """Number of data added so far, of all processes."""
+        with self.sync_context():
+            return int(self.count)
 
 
-def _check_labels(labels: Tensor, probs: Tensor) -> Tensor:
-    """Flatten to ``[N]``; raise unless they are class indices that fit the probabilities."""
-    n, C = probs.shape
-    if labels.is_floating_point() or labels.is_complex() or labels.numel() != n:
-        raise ValueError(
-            f"Expected {n} class indices of an integer dtype, one per row of probabilities, got "
-            f"{labels.dtype} of shape {list(labels.shape)}. Remedy: `y.argmax(-1)` for one-hot "
-            'targets; for a regression pass `likelihood="regression"`.'
-        )
-    labels = labels.detach().flatten().long()
-    low, high = (labels.min().item(), labels.max().item()) if n else (0, 0)
-    if low < 0 or high >= C:
-        raise ValueError(
-            f"Expected labels in [0, {C - 1}] for {C} classes, got values in [{low}, {high}]. "
-            "Remedy: re-index the classes from 0, or check that data and model belong together."
-        )
-    return labels
-
-
-class CalibrationMetrics:
-    """Accumulate class probabilities and labels, mini-batch by mini-batch, into a report.
-
-    Accuracy, NLL and Brier score are running sums; ECE, bins and AUROC need the confidence and the
-    entropy of every datum and keep no more than that.
-
-    Args:
-        n_bins: Number of bins of the ECE and of both kinds of reliability bins.
+class NLL(MeanOverData):
+    r"""Mean of :math:`-\ell_y`, in nats.
 
     Example:
-        >>> metrics = CalibrationMetrics()
-        >>> metrics.update(torch.tensor([[0.75, 0.25], [0.5, 0.5]]), torch.tensor([0, 0]))
-        >>> report = metrics.compute()
-        >>> report.accuracy, round(report.brier, 4), round(report.ece, 4)
-        (1.0, 0.3125, 0.375)
+        >>> metric = NLL()
+        >>> metric.update(torch.tensor([[0.0, -2000.0]]), torch.tensor([1]))
+        >>> metric.compute().item()  # the probability itself is zero in any dtype
+        2000.0
+    """
+
+    higher_is_better = False
+
+    def update(self, log_probs: Tensor, labels: Tensor) -> None:
+        """Add data: ``log_probs [n, C]``, ``labels [n]``."""
+        of_label = log_probs.gather(-1, labels[:, None]).squeeze(-1)  # [n]
+        self.add(-of_label, [log_probs])
+
+
+class Accuracy(MeanOverData):
+    """Share of data whose most probable class is the label.
+
+    Example:
+        >>> metric = Accuracy()
+        >>> metric.update(torch.tensor([[0.75, 0.25], [0.4, 0.6]]).log(), torch.tensor([0, 0]))
+        >>> metric.compute().item()
+        0.5
+    """
+
+    higher_is_better = True
+
+    def update(self, log_probs: Tensor, labels: Tensor) -> None:
+        """Add data: ``log_probs [n, C]``, ``labels [n]``."""
+        self.add((log_probs.argmax(-1) == labels).double(), [log_probs])
+
+
+class Brier(MeanOverData):
+    r"""Mean of :math:`\sum_c (e^{\ell_c} - 1[c = y])^2`, between 0 and 2.
+
+    Example:
+        >>> metric = Brier()
+        >>> metric.update(torch.tensor([[0.75, 0.25], [0.5, 0.5]]).log(), torch.tensor([0, 0]))
+        >>> round(metric.compute().item(), 4)
+        0.3125
+    """
+
+    higher_is_better = False
+
+    def update(self, log_probs: Tensor, labels: Tensor) -> None:
+        """Add data: ``log_probs [n, C]``, ``labels [n]``."""
+        one_hot = torch.nn.functional.one_hot(labels, log_probs.shape[-1])  # [n, C]
+        self.add((log_probs.exp() - one_hot).square().sum(-1), [log_probs])
+
+
+class MeanEntropy(MeanOverData):
+    """Mean predictive entropy, in nats; neither large nor small values are better.
+
+    Example:
+        >>> metric = MeanEntropy()
+        >>> metric.update(torch.tensor([[0.5, 0.5]]).log(), torch.tensor([0]))
+        >>> round(metric.compute().item(), 4)
+        0.6931
+    """
+
+    higher_is_better = None
+
+    def update(self, log_probs: Tensor, labels: Tensor) -> None:
+        """Add data: ``log_probs [n, C]``, ``labels [n]``, which do not matter."""
+        self.add(predictive_entropy(log_probs), [log_probs])
+
+
+class ECE(BinaryCalibrationError):
+    r"""Expected calibration error of the most probable class: torchmetrics', with the L1 norm.
+
+    :math:`\sum_b \frac{n_b}{n} |\mathrm{acc}_b - \mathrm{conf}_b|` over bins of equal width in the
+    confidence :math:`\max_c e^{\ell_c}`; equal to ``MulticlassCalibrationError``.
+
+    Args:
+        n_bins: Number of bins.
+
+    Raises:
+        ValueError: If it is not positive.
+
+    Example:
+        >>> metric = ECE()
+        >>> metric.update(torch.tensor([[0.75, 0.25], [0.5, 0.5]]).log(), torch.tensor([0, 0]))
+        >>> round(metric.compute().item(), 4)
+        0.375
     """
 
     def __init__(self, n_bins: int = 15) -> None:
-        """Start empty; the number of classes is learnt from the first mini-batch."""
+        """Start from no data."""
         if n_bins < 1:
             raise ValueError(f"Expected n_bins >= 1, got {n_bins}. Remedy: the paper's is 15.")
-        self.n_bins = n_bins
-        self.num_classes: int | None = None
-        self.n_data = self.n_ood = 0
+        super().__init__(n_bins=n_bins, norm="l1")
 
-    def _start(self, probs: Tensor) -> None:
-        """Build the metrics once the number of classes and the device are known."""
-        C, device = probs.shape[-1], probs.device
-        if self.num_classes is None:
-            self.num_classes = C
-            self._accuracy = MulticlassAccuracy(C, average="micro", validate_args=False).to(device)
-            self._ece = MulticlassCalibrationError(
-                C, n_bins=self.n_bins, norm="l1", validate_args=False
-            ).to(device)
-            self._nll, self._brier = mean_metric(device), mean_metric(device)
-            self._entropies, self._ood_entropies = (
-                CatMetric(nan_strategy="error").to(device).set_dtype(probs.dtype) for _ in range(2)
-            )
-        elif C != self.num_classes:
-            raise ValueError(
-                f"Expected probabilities of {self.num_classes} classes as before, got {C}. "
-                "Remedy: use one `CalibrationMetrics` per model."
-            )
+    def update(self, log_probs: Tensor, labels: Tensor) -> None:
+        """Add data: ``log_probs [n, C]``, ``labels [n]``."""
+        log_confidences, classes = log_probs.max(-1)  # NaN if there is one
+        # single precision, as in MulticlassCalibrationError: it decides which confidences are 1
+        self.confidences.append(log_confidences.exp().clamp(max=1).float())
+        self.accuracies.append((classes == labels).float())
 
-    def update(self, probs: Tensor, labels: Tensor) -> None:
-        """Add in-distribution predictions.
+    def compute(self) -> Tensor:
+        """Return the calibration error of all data added so far."""
+        error = super().compute()
+        # torchmetrics replaces NaN by zero
+        return error.masked_fill(dim_zero_cat(self.confidences).isnan().any(), math.nan)
 
-        Args:
-            probs: Class probabilities, ``[N, C]``.
-            labels: Class indices, ``[N]``.
-
-        Raises:
-            ValueError: If they are not probabilities and labels. Nothing was added then.
-        """
-        probs = _check_probs(probs)  # [N, C]
-        labels = _check_labels(labels.to(probs.device), probs)  # [N]
-        if len(probs) == 0:
-            return
-        self._start(probs)
-        self._accuracy.update(probs, labels)
-        self._ece.update(probs, labels)
-        p_y = probs.gather(-1, labels[:, None]).squeeze(-1)  # [N]
-        self._nll.update(-p_y.clamp_min(torch.finfo(probs.dtype).tiny).log())
-        one_hot = torch.nn.functional.one_hot(labels, self.num_classes)
-        self._brier.update((probs - one_hot).square().sum(-1))
-        self._entropies.update(predictive_entropy(probs))
-        self.n_data += len(probs)
-
-    def update_ood(self, probs: Tensor) -> None:
-        """Add out-of-distribution predictions, whose labels do not matter.
-
-        Args:
-            probs: Class probabilities, ``[N, C]``.
-
-        Raises:
-            ValueError: If they are not probabilities. Nothing was added then.
-        """
-        probs = _check_probs(probs)
-        if len(probs) == 0:
-            return
-        self._start(probs)
-        self._ood_entropies.update(predictive_entropy(probs))
-        self.n_ood += len(probs)
-
-    @property
-    def entropies(self) -> Tensor:
-        """Predictive entropies of the in-distribution data added so far, ``[n_data]``, in nats."""
-        return self._entropies.compute().reshape(-1) if self.n_data else torch.empty(0)
-
-    @property
-    def ood_entropies(self) -> Tensor:
-        """Predictive entropies of the OOD data added so far, ``[n_ood]``, in nats."""
-        return self._ood_entropies.compute().reshape(-1) if self.n_ood else torch.empty(0)
-
-    def compute(self) -> ClassificationReport:
-        """Return the report of everything added so far.
-
-        Raises:
-            ValueError: If no in-distribution prediction was added.
-        """
-        if self.n_data == 0:
-            raise ValueError(
-                "Expected at least one in-distribution prediction, got none. Remedy: call "
-                "`update(probs, labels)` first."
-            )
-        # the very numbers that the ECE is computed from
-        confidences = dim_zero_cat(self._ece.confidences)
-        correct = dim_zero_cat(self._ece.accuracies)
-        ood = None
-        if self.n_ood:
-            auroc = entropy_auroc(self.entropies, self.ood_entropies)
-            ood = OODReport(auroc, self.ood_entropies.double().mean().item(), self.n_ood)
-        return ClassificationReport(
-            n_data=self.n_data,
-            accuracy=self._accuracy.compute().item(),
-            nll=self._nll.compute().item(),
-            ece=self._ece.compute().item(),
-            brier=self._brier.compute().item(),
-            mean_entropy=self.entropies.double().mean().item(),
-            bins=equal_width_bins(confidences, correct, self.n_bins),
-            adaptive_bins=adaptive_bins(confidences, correct, self.n_bins),
-            ood=ood,
-        )
-
-
-def mean_metric(device: torch.device) -> MeanMetric:
-    """A running mean in double precision that refuses NaN."""
-    return MeanMetric(nan_strategy="error").to(device).set_dtype(torch.float64)
+    def top_label(self) -> tuple[Tensor, Tensor]:
+        """Confidences ``[n]`` and whether each prediction is right ``[n]``, of all processes."""
+        with self.sync_context():
+            return dim_zero_cat(self.confidences), dim_zero_cat(self.accuracies)

@@ -1,14 +1,15 @@
-"""What an evaluation found: frozen results that become a dict, JSON or a table."""
+"""What an evaluation found: frozen results that become a dict, JSON, CSV or a table."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from laplace_debias.storage.export import ExportedResult
 
 __all__ = [
     "CalibrationReport",
@@ -130,7 +131,7 @@ def _summarise(
 
 
 @dataclass(frozen=True)
-class CalibrationReport:
+class CalibrationReport(ExportedResult):
     """What every report has.
 
     Attributes:
@@ -161,13 +162,10 @@ class CalibrationReport:
         """Return everything as plain dictionaries, lists and numbers."""
         return asdict(self)
 
-    def to_json(self, indent: int | None = None) -> str:
-        """Return `to_dict` as JSON.
-
-        Args:
-            indent: Passed to ``json.dumps``.
-        """
-        return json.dumps(self.to_dict(), indent=indent)
+    def rows(self) -> tuple[list[str], list[list[Any]]]:
+        """Return the names of :meth:`scalars`, and their values as the only row."""
+        numbers = self.scalars()
+        return list(numbers), [list(numbers.values())]
 
     def table(self) -> str:
         """Return one line per number, aligned.
@@ -211,7 +209,7 @@ class ClassificationReport(CalibrationReport):
     Attributes:
         n_data: Number of predictions evaluated.
         accuracy: Share of predictions whose most probable class is the label.
-        nll: Mean of -log p_y, in nats.
+        nll: Mean of -log p_y, in nats; infinite if a log p_y is.
         ece: Expected calibration error: torchmetrics' ``MulticlassCalibrationError`` with 15 bins
             and the L1 norm (other bin counts on request).
         brier: Mean of the sum over classes of (p_c - 1[c = y])^2, between 0 and 2.

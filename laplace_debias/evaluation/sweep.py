@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import tqdm
 from laplace.baselaplace import KronLaplace
-from laplace.utils.enums import Likelihood
 from torch import Tensor
 
-from laplace_debias.data.inputs import Inputs
-from laplace_debias.data.reading import as_batches
-from laplace_debias.evaluation.sweep_metrics import Metrics, fresh_metrics, takes_covariance
+from laplace_debias.data.reading import check_targets, read
 from laplace_debias.evaluation.sweep_result import SweepResult
+from laplace_debias.evaluation.table import Metrics, fresh_metrics
+from laplace_debias.network.loss import likelihood_name
+from laplace_debias.network.upstream import device_of
 from laplace_debias.predictive.eigenblocks import PriorPrecisions, check_fitted
 from laplace_debias.predictive.links import check_link
 from laplace_debias.predictive.predictions import Prediction, check_method, glm_predictions
 from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
+
+__all__ = ["default_grid", "run_sweep", "sweep_prior_precision"]
 
 Update = Callable[[int, Prediction, Tensor], None]
 
@@ -40,7 +41,7 @@ def default_grid(n_data: int) -> Tensor:
 
 def sweep_prior_precision(
     la: KronLaplace,
-    loader: Iterable,
+    loader: Iterable[Any],
     prior_precisions: PriorPrecisions | None = None,
     *,
     link_approx: str = "probit",
@@ -53,18 +54,21 @@ def sweep_prior_precision(
 ) -> SweepResult:
     """Evaluate the linearised predictive for many prior precisions in one pass over the data.
 
-    ``la`` is left as it is, its prior precision included.
+    ``la`` is left as it is, its prior precision included. A grid point with a NaN among its
+    predictions has the value NaN in every metric.
 
     Args:
         la: A fitted ``KronLaplace`` or ``KronLLLaplace``.
-        loader: Batches ``(x, y)``, or mappings with the keys that ``la`` knows.
+        loader: Mini-batches ``(x, y)``, or mappings with the keys that ``la`` knows; or one such
+            mini-batch.
         prior_precisions: k numbers, or ``[k, n_blocks]`` for layer-wise ones; by default the
             paper's grid, :func:`default_grid`.
         link_approx: ``"probit"``, ``"mc"``, ``"bridge"`` or ``"bridge_norm"`` (classification).
         n_samples: Number of samples for ``"mc"`` and for ``method="samples"``.
-        metrics: Names (classification: ``"nll"``, ``"accuracy"``, ``"ece"``; regression: ``"nll"``,
-            ``"mse"``), or a mapping of names to ``torchmetrics.Metric``, of which every grid point
-            gets a fresh copy.
+        metrics: Names (see :func:`~laplace_debias.evaluation.table.metric_table`; classification:
+            ``"nll"``, ``"accuracy"``, ``"ece"``, ``"brier"``, ``"mean_entropy"``; regression:
+            ``"nll"``, ``"rmse"``, ``"mse"``, ``"coverage_90"`` and others), or a mapping of names
+            to ``torchmetrics.Metric``, of which every grid point gets a fresh copy.
         method: ``"exact"``, ``"samples"`` or ``"auto"``, see
             :func:`laplace_debias.linearized_predictive`.
         memory_budget: Bytes to stay within.
@@ -75,7 +79,8 @@ def sweep_prior_precision(
         A :class:`SweepResult`.
 
     Raises:
-        ValueError: For a bad prior precision, link, metric or method, or an empty loader.
+        ValueError: For a bad prior precision, link, metric or method, an empty loader, or data
+            that are NaN or do not fit the model.
 
     Example:
         >>> from laplace import Laplace
@@ -91,19 +96,18 @@ def sweep_prior_precision(
         (14, 8)
     """
     check_fitted(la)
+    likelihood = likelihood_name(la.likelihood)
     if prior_precisions is None:
         prior_precisions = default_grid(la.n_data)
     predictor = StructuredPredictor(la, prior_precisions, memory_budget, keep_graph=False)
     k = len(predictor.deltas)
-    fresh = fresh_metrics(la, metrics, k)
-    regression = la.likelihood == Likelihood.REGRESSION
+    fresh = fresh_metrics(
+        metrics, k, likelihood, sigma_noise=la.sigma_noise, device=predictor.deltas.device
+    )
 
     def update(i: int, prediction: Prediction, y: Tensor) -> None:
         for copies in fresh.values():
-            if len(prediction) == 2 and not takes_covariance(copies[i]):
-                copies[i].update(prediction[0], y)
-            else:
-                copies[i].update(*prediction, y)
+            copies[i].update(*prediction, y)
 
     n_data = run_sweep(
         predictor,
@@ -119,16 +123,22 @@ def sweep_prior_precision(
         name: tuple(float(metric.compute().sum()) for metric in copies)
         for name, copies in fresh.items()
     }
-    better = {name: bool(copies[0].higher_is_better) for name, copies in fresh.items()}
+    better = {name: copies[0].higher_is_better for name, copies in fresh.items()}
     deltas = predictor.deltas
     scalar = bool((deltas == deltas[:, :1]).all())
-    link = None if regression else str(getattr(link_approx, "value", link_approx))
-    return SweepResult(deltas[:, 0] if scalar else deltas, values, better, n_data, link)
+    link = str(getattr(link_approx, "value", link_approx))
+    return SweepResult(
+        deltas[:, 0] if scalar else deltas,
+        values,
+        better,
+        n_data,
+        link if likelihood == "classification" else None,
+    )
 
 
 def run_sweep(
     predictor: StructuredPredictor,
-    loader: Iterable,
+    loader: Iterable[Any],
     update: Update,
     *,
     link_approx: str,
@@ -139,41 +149,45 @@ def run_sweep(
 ) -> int:
     """Predict for every batch and grid point; hand each prediction to ``update(i, prediction, y)``.
 
-    A prediction is ``(probabilities,)`` for classification and ``(mean, covariance)`` for
+    A prediction is ``(log-probabilities,)`` for classification and ``(mean, covariance)`` for
     regression.
+
+    Args:
+        predictor: The linearised predictive over a grid.
+        loader: See :func:`sweep_prior_precision`.
+        update: What to do with a prediction.
+        link_approx: Link approximation, for classification.
+        n_samples: Number of samples, if any.
+        method: ``"exact"``, ``"samples"`` or ``"auto"``.
+        generator: Random number generator for samples.
+        progress_bar: Show a progress bar over batches.
 
     Returns:
         The number of data.
 
     Raises:
-        ValueError: For an unknown link or method, or an empty loader.
+        ValueError: For an unknown link or method, or data that :func:`~laplace_debias.data.reading.
+            read` refuses or that do not fit the model's outputs.
     """
     check_link(link_approx)
     check_method(method)
     la, n_data = predictor.la, 0
-    options = {"link_approx": link_approx, "n_samples": n_samples, "method": method}
-    options["regression"] = la.likelihood == Likelihood.REGRESSION
+    likelihood = likelihood_name(la.likelihood)
+    title = "[Sweep]" if progress_bar else None
     with torch.no_grad():
-        for x, y in batches(la, tqdm.tqdm(loader, desc="[Sweep]", disable=not progress_bar)):
-            predictions = glm_predictions(predictor, x, generator=generator, **options)
+        for x, y in read(loader, device_of(la), la.dict_key_y, progress=title):
+            predictions = glm_predictions(
+                predictor,
+                x,
+                regression=likelihood == "regression",
+                link_approx=link_approx,
+                n_samples=n_samples,
+                method=method,
+                generator=generator,
+            )
             for i, prediction in enumerate(predictions):
+                if i == 0:
+                    check_targets(y, prediction[0].shape, likelihood)
                 update(i, prediction, y)
             n_data += len(y)
-    if n_data == 0:
-        raise ValueError(
-            "Expected a loader with at least one datum, got an empty one. Check the dataset, "
-            "and that the loader is not an exhausted iterator."
-        )
     return n_data
-
-
-def batches(la: KronLaplace, loader: Iterable) -> Iterator[tuple[Inputs, Tensor]]:
-    """Yield inputs and targets on the model's device, from tuples or mappings."""
-    for batch in as_batches(loader):
-        if isinstance(batch, Mapping):
-            x: Any = batch
-            y = batch[la.dict_key_y]
-        else:
-            x, y = batch
-            x = x.to(la._device)
-        yield x, y.to(la._device)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
-import os
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from laplace_debias.storage.export import ExportedResult, text_table
+
+__all__ = ["SweepResult"]
+
 
 @dataclass(frozen=True)
-class SweepResult:
+class SweepResult(ExportedResult):
     """Metrics over a grid of prior precisions.
 
     Attributes:
         prior_precisions: The grid, ``[k]``, or ``[k, n_blocks]`` if layer-wise.
         values: One value per grid point for every metric.
-        higher_is_better: The direction of every metric.
+        higher_is_better: The direction of every metric; ``None`` where there is none, as for an
+            entropy.
         n_data: Number of data that the values are computed from.
         link_approx: The link approximation used (``None`` for regression).
 
@@ -35,7 +37,7 @@ class SweepResult:
 
     prior_precisions: Tensor
     values: dict[str, tuple[float, ...]]
-    higher_is_better: dict[str, bool]
+    higher_is_better: dict[str, bool | None]
     n_data: int
     link_approx: str | None
 
@@ -50,15 +52,20 @@ class SweepResult:
         smallest or the largest of them.
 
         Raises:
-            ValueError: If the metric is unknown, or NaN everywhere.
+            ValueError: If the metric is unknown, has no direction, or is NaN everywhere.
         """
         values = self._of(metric)
+        if self.higher_is_better[metric] is None:
+            raise ValueError(
+                f"Expected a metric that says whether large or small values are better, got "
+                f"{metric!r}. Remedy: choose by another, such as 'nll'."
+            )
         sign = -1 if self.higher_is_better[metric] else 1
         finite = [i for i, v in enumerate(values) if not math.isnan(v)]
         if not finite:
             raise ValueError(
                 f"Expected a number at some grid point, got NaN for {metric!r} at all "
-                f"{len(values)}. Check the inputs for NaN, and the model's outputs."
+                f"{len(values)}. Remedy: check the model's outputs, and the fitted curvature."
             )
         if len(finite) < len(values):
             warnings.warn(
@@ -85,53 +92,29 @@ class SweepResult:
 
     def table(self) -> str:
         """Return the grid and all values as text, one line per grid point."""
-        names = list(self.values)
-        lines = ["prior_precision " + " ".join(f"{name:>12}" for name in names)]
-        for i, label in enumerate(self._labels()):
-            row = " ".join(f"{self.values[name][i]:>12.6g}" for name in names)
-            lines.append(f"{label:>15} {row}")
-        return "\n".join(lines)
+        values = zip(*self.values.values(), strict=True)
+        rows = [[label, *row] for label, row in zip(self._labels(), values, strict=True)]
+        return text_table(["prior_precision", *self.values], rows, len(rows))
 
     def __str__(self) -> str:
         """Return :meth:`table`."""
         return self.table()
 
-    def to_csv(self, path: str | os.PathLike | None = None) -> str:
-        """Return the values as CSV, and write them to ``path`` if one is given."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        rows = self.prior_precisions.reshape(len(self.prior_precisions), -1).tolist()
-        heads = (
-            ["prior_precision"]
-            if len(rows[0]) == 1
-            else [f"prior_precision_{j}" for j in range(len(rows[0]))]
-        )
-        writer.writerow([*heads, *self.values])
-        for i, row in enumerate(rows):
-            writer.writerow([*row, *(self.values[name][i] for name in self.values)])
-        return _write(out.getvalue(), path)
-
-    def to_json(self, path: str | os.PathLike | None = None) -> str:
-        """Return everything as JSON (NaN as null), and write it to ``path`` if one is given."""
-        values = {
-            name: [v if math.isfinite(v) else None if math.isnan(v) else str(v) for v in vs]
-            for name, vs in self.values.items()
-        }
-        content = {
-            "prior_precisions": self.prior_precisions.tolist(),
-            "values": values,
-            "higher_is_better": self.higher_is_better,
-            "n_data": self.n_data,
-            "link_approx": self.link_approx,
-        }
-        return _write(json.dumps(content, indent=2) + "\n", path)
+    def rows(self) -> tuple[list[str], list[list[Any]]]:
+        """Return names of columns, and one row per grid point."""
+        grid = self.prior_precisions.reshape(len(self.prior_precisions), -1).tolist()
+        heads = [f"prior_precision_{j}" for j in range(len(grid[0]))]
+        heads = ["prior_precision"] if len(heads) == 1 else heads
+        columns = zip(*self.values.values(), strict=True)
+        rows = [[*point, *row] for point, row in zip(grid, columns, strict=True)]
+        return [*heads, *self.values], rows
 
     def _of(self, metric: str) -> tuple[float, ...]:
         """Return a metric's values, or say which there are."""
         if metric not in self.values:
             raise ValueError(
                 f"Expected a metric of this sweep, {list(self.values)}, got {metric!r}. "
-                "Name it in sweep_prior_precision(..., metrics=...)."
+                "Remedy: name it in sweep_prior_precision(..., metrics=...)."
             )
         return self.values[metric]
 
@@ -140,11 +123,3 @@ class SweepResult:
         if self.prior_precisions.ndim == 1:
             return [f"{value:.6g}" for value in self.prior_precisions.tolist()]
         return [f"layer-wise {i}" for i in range(len(self.prior_precisions))]
-
-
-def _write(text: str, path: str | os.PathLike | None) -> str:
-    """Write text to a file if there is one; return it."""
-    if path is not None:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    return text

@@ -12,6 +12,7 @@ from torch import Tensor
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.kfac.engine import kfac_factors
 from laplace_debias.network.loss import Fisher
+from laplace_debias.network.upstream import feature_extractor, kron_of, last_layer_of
 
 __all__ = ["HookEF", "HookGGN", "HookInterface"]
 
@@ -39,8 +40,8 @@ class HookInterface(CurvatureInterface):
         model = self.model
         if self.last_layer:
             with torch.no_grad():
-                _, x = model.forward_with_features(x)
-            model = model.last_layer
+                _, x = feature_extractor(model).forward_with_features(x)
+            model = last_layer_of(model)
         factors = kfac_factors(
             model,
             x,
@@ -51,7 +52,7 @@ class HookInterface(CurvatureInterface):
             **kwargs,
         )
         blocks = [[block[0], *(A * (factors.n / N) for A in block[1:])] for block in factors.blocks]
-        return factors.loss, Kron(blocks)
+        return factors.summed_loss, kron_of(blocks)
 
 
 class HookGGN(HookInterface, GGNInterface):

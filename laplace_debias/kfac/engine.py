@@ -27,8 +27,14 @@ from laplace_debias.data.inputs import Inputs, accumulation_dtype
 from laplace_debias.data.reading import check_targets
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox, OutputGram
-from laplace_debias.network.loss import Fisher, backward_vectors, likelihood_name, loss_sum
-from laplace_debias.network.ownership import owned_parameters
+from laplace_debias.network.loss import (
+    Fisher,
+    Sampler,
+    backward_vectors,
+    likelihood_name,
+    loss_sum,
+)
+from laplace_debias.network.ownership import KFACLayer, owned_parameters
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder, check_outputs
 
@@ -79,6 +85,7 @@ class Engine:
             error).
         fisher: Which backward vectors, see :func:`laplace_debias.network.loss.backward_vectors`.
         kfac_approx: How positions are summed, see :mod:`laplace_debias.kfac.grams`.
+        sampler: How ``fisher="mc"`` draws its vectors.
         generator: Source of randomness for ``fisher="mc"``; the global one by default.
         embed: Turns a datum's inputs into inputs of ``root`` (features for a last layer).
         params: Parameters that get a block; by default all that require a gradient.
@@ -100,9 +107,10 @@ class Engine:
     likelihood: str
     fisher: Fisher = "exact"
     kfac_approx: KFACApprox = "expand"
+    sampler: Sampler = "trace"
     generator: torch.Generator | None = None
     embed: Callable[[Inputs], Inputs] | None = None
-    params: Iterable[nn.Parameter] | None = None
+    params: Iterable[Tensor] | None = None
     cost: FitCost = field(default_factory=FitCost)
 
     def __post_init__(self) -> None:
@@ -166,7 +174,8 @@ class Engine:
 
         def on_input(layer: nn.Module, a: Tensor) -> None:
             for gram in listeners.get(layer, ()):
-                gram.add(layer, a)
+                if isinstance(layer, KFACLayer):
+                    gram.add(layer, a)
             if isinstance(layer, nn.Linear) and layer.in_features >= rows_from:
                 kept = a.to(accumulation_dtype(a.dtype), copy=True)
                 rows.setdefault(layer, []).append(kept)
@@ -213,17 +222,18 @@ class Engine:
     ) -> tuple[int, dict[nn.Module, Tensor]]:
         """The number of backward vectors, and B of every layer."""
         V = backward_vectors(
-            f.detach(), y, self.likelihood, self.fisher, self.generator, weights
+            f.detach(), y, self.likelihood, self.fisher, self.generator, weights, self.sampler
         )  # [k, n, C]
         grams = {
             layer: OutputGram(layer, f, self.kfac_approx, self._layer_names[layer])
             for layer in self._layers
         }
         calls = [call for layer in self._layers for call in recorder.calls[layer]]
+        edges = [call.edge for call in calls if call.edge is not None]  # all, see _check_called
         for k, v in enumerate(V):
             gradients = torch.autograd.grad(
                 f,
-                [call.edge for call in calls],
+                edges,
                 v,
                 retain_graph=k + 1 < len(V),
                 allow_unused=True,  # None: the output does not depend on the layer
@@ -261,10 +271,11 @@ def kfac_factors(
     y: Tensor | None = None,
     *,
     likelihood: str,
-    params: Iterable[nn.Parameter] | None = None,
+    params: Iterable[Tensor] | None = None,
     weights: Tensor | None = None,
     fisher: Fisher = "exact",
     kfac_approx: KFACApprox = "expand",
+    sampler: Sampler = "trace",
     generator: torch.Generator | None = None,
     inputs: bool = True,
     outputs: bool = True,
@@ -281,6 +292,7 @@ def kfac_factors(
         weights: See :meth:`Engine.factors`.
         fisher: See :class:`Engine`.
         kfac_approx: See :class:`Engine`.
+        sampler: See :class:`Engine`.
         generator: See :class:`Engine`.
         inputs: See :meth:`Engine.factors`.
         outputs: See :meth:`Engine.factors`.
@@ -297,7 +309,7 @@ def kfac_factors(
         >>> kfac_factors(nn.Linear(2, 1), X, likelihood="regression", outputs=False).A[0]
         tensor([[0.5000, 0.0000], [0.0000, 4.5000]])
     """
-    engine = Engine(model, likelihood, fisher, kfac_approx, generator, params=params)
+    engine = Engine(model, likelihood, fisher, kfac_approx, sampler, generator, params=params)
     return engine.factors(X, y, weights, inputs=inputs, outputs=outputs, rows_from=rows_from)
 
 

@@ -25,7 +25,7 @@ Conventions (stated here once, used everywhere):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -117,6 +117,34 @@ class Factors:
             blocks.append([B] if A is None else [B, A])
         return blocks
 
+    @property
+    def summed_loss(self) -> Tensor:
+        """The loss, summed over the data.
+
+        Raises:
+            ValueError: If the factors were computed without targets.
+        """
+        if self.loss is None:
+            raise ValueError(
+                "Expected factors with a loss, got some that were computed without targets. "
+                "Remedy: pass `y`."
+            )
+        return self.loss
+
+    @property
+    def kept_outputs(self) -> Tensor:
+        """The network's outputs ``[n, C]``.
+
+        Raises:
+            ValueError: If they were not kept.
+        """
+        if self.outputs is None:
+            raise ValueError(
+                "Expected factors with the network's outputs, got some with output factors in "
+                "their stead. Remedy: compute them with `outputs=False`."
+            )
+        return self.outputs
+
     def scaled_to(self, n_data: float) -> list[Block]:
         """Blocks that stand for N data: every ``B`` times ``n_data / weight``, exactly once.
 
@@ -161,8 +189,6 @@ class Factors:
         """
         self._check_names(other)
         share = other.n / (self.n + other.n)
-        none = self.loss is None or other.loss is None
-        kept = self.outputs is not None and other.outputs is not None
         return Factors(
             self.names,
             tuple(_both(one, two, torch.add) for one, two in zip(self.B, other.B, strict=True)),
@@ -173,13 +199,12 @@ class Factors:
             self.n + other.n,
             self.n_outputs,
             self.weight + other.weight,
-            None if none else self.loss + other.loss,
+            _both(self.loss, other.loss, torch.add),
             self.forward + other.forward,
             self.backward + other.backward,
-            torch.cat([self.outputs, other.outputs]) if kept else None,
+            _both(self.outputs, other.outputs, _stacked),
             tuple(
-                _both(one, two, lambda a, b: torch.cat([a, b]))
-                for one, two in zip(self.rows, other.rows, strict=False)
+                _both(one, two, _stacked) for one, two in zip(self.rows, other.rows, strict=False)
             ),
             tuple(a and b for a, b in zip(self.at_output, other.at_output, strict=False)),
         )
@@ -193,9 +218,16 @@ class Factors:
             )
 
 
-def _both(one: Tensor | None, two: Tensor | None, operation) -> Tensor | None:
+def _both(
+    one: Tensor | None, two: Tensor | None, operation: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor | None:
     """Combine two tensors, or nothing where one is missing."""
     return None if one is None or two is None else operation(one, two)
+
+
+def _stacked(one: Tensor, two: Tensor) -> Tensor:
+    """Rows of both."""
+    return torch.cat([one, two])
 
 
 def merge(

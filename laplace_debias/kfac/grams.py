@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from laplace_debias.data.inputs import accumulation_dtype
 from laplace_debias.kfac.shifts import saves_work, shifted_gram
+from laplace_debias.network.ownership import KFACLayer
 from laplace_debias.network.unfold import conv_image, conv_windows, last_first, n_positions
 
 __all__ = [
@@ -109,7 +110,7 @@ def mirror_(out: Tensor) -> Tensor:
     return out
 
 
-def input_mean(layer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+def input_mean(layer: KFACLayer, x: Tensor) -> tuple[Tensor, int]:
     """Mean over data and positions of `a a^T` of a layer's input rows, and the number of rows.
 
     Args:
@@ -134,7 +135,8 @@ def input_mean(layer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     x, pads = conv_image(layer, x)
     shape = layer.kernel_size, layer.dilation, pads, layer.stride
     if saves_work(x, *shape):
-        n_rows = len(x) * prod(map(n_positions, x.shape[2:], *shape))
+        positions = map(n_positions, x.shape[2:], *shape)
+        n_rows = len(x) * prod(positions)
         return shifted_gram(x, *shape, slice_bytes=_SLICE_BYTES).div_(n_rows), n_rows
 
     windows = conv_windows(layer, F.pad(x, last_first(pads)) if any(map(any, pads)) else x)
@@ -151,7 +153,7 @@ def input_mean(layer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     return mirror_(out), n * per_datum
 
 
-def add_gradient_gram_(out: Tensor, layer: nn.Module, g: Tensor) -> None:
+def add_gradient_gram_(out: Tensor, layer: KFACLayer, g: Tensor) -> None:
     """Add the sum over data and positions of `g g^T`, to be completed by `mirror_`.
 
     Args:
@@ -194,7 +196,7 @@ class InputGram:
         self._means: list[tuple[Tensor, int]] = []
         self._sums: list[tuple[Tensor, int]] = []
 
-    def add(self, layer: nn.Module, a: Tensor) -> None:
+    def add(self, layer: KFACLayer, a: Tensor) -> None:
         """Add a call: ``a [n, ..., d_in]`` of a linear layer or ``[n, C_in, *spatial]``."""
         if self.approx == "reduce":
             self._sums.append(_input_sum(layer, a))
@@ -238,14 +240,14 @@ class OutputGram:
 
     def __init__(
         self,
-        layer: nn.Module,
+        layer: KFACLayer,
         like: Tensor,
         approx: KFACApprox = "expand",
         name: str = "layer",
     ) -> None:
         self.layer, self.approx, self.name = layer, approx, name
-        size = 2 * layer.weight.shape[:1]
-        self._sum = like.new_zeros(size, dtype=accumulation_dtype(like.dtype))
+        d_out = layer.weight.shape[0]
+        self._sum = like.new_zeros(d_out, d_out, dtype=accumulation_dtype(like.dtype))
 
     def add(self, gradients: Sequence[Tensor], n: int) -> None:
         """Add the gradients of one vector, one tensor for each call of the layer, of n data."""
@@ -268,7 +270,7 @@ class OutputGram:
         return mirror_(self._sum)
 
 
-def _input_sum(layer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+def _input_sum(layer: KFACLayer, x: Tensor) -> tuple[Tensor, int]:
     """Sum over positions of a layer's input rows, ``[n, d_in]``, and the number of positions."""
     x = x.to(accumulation_dtype(x.dtype))
     if isinstance(layer, nn.Linear):

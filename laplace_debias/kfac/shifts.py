@@ -168,7 +168,7 @@ def shifted_gram(
         images = _Images(part, stride)
         for row, column, products in pairs:
             for (i, j), gram in products.items():
-                images.add_product_(gram, row, row.pieces[i], column, column.pieces[j])
+                images.add_product_(gram, row, i, column, j)
 
     blocks = x.new_empty(*kernel, *kernel, c, c)
     for row, column, products in pairs:
@@ -209,10 +209,11 @@ class _Images:
             self.copies[key] = subsampled[..., slice(*columns)].flatten(2).contiguous()
         return self.copies[key][:, slice(*rows)].flatten(1)
 
-    def add_product_(
-        self, gram: Tensor, row: Shift, rows: Segment, column: Shift, columns: Segment
-    ) -> None:
-        """Add the products of one pair of pieces."""
+    def add_product_(self, gram: Tensor, row: Shift, i: int, column: Shift, j: int) -> None:
+        """Add the products of the i-th piece of the rows and the j-th of the columns."""
+        rows, columns = row.pieces[i], column.pieces[j]
+        if rows is None or columns is None:
+            return
         here = self.part((row.phases[0], column.phases[0]), rows, columns)
         there = self.part(
             (row.phases[1], column.phases[1]),

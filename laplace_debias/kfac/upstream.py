@@ -31,7 +31,7 @@ from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.ownership import KFAC_TYPES, kfac_layers
 from laplace_debias.network.preserve import preserved
 from laplace_debias.network.recorder import Recorder
-from laplace_debias.network.upstream import last_layer_name
+from laplace_debias.network.upstream import feature_extractor, last_layer_name, last_layer_of
 
 __all__ = ["BackendEngine", "choose_backend", "computing_model", "supported_types"]
 
@@ -132,7 +132,7 @@ class BackendEngine:
     ) -> None:
         self.model, self.likelihood = model, likelihood_name(likelihood)
         self.cost, self._kron_kwargs = FitCost(), kron_kwargs or {}
-        root = model.last_layer if last_layer else model
+        root = last_layer_of(model) if last_layer else model
         self.names = tuple(
             name for name, p in root.named_parameters() if p.requires_grad or last_layer
         )
@@ -180,10 +180,14 @@ class BackendEngine:
                 f"{self._computed}, got {len(kron.kfacs)} blocks. Remedy: use another backend, "
                 "e.g. `backend=CurvlinopsGGN`."
             )
-        blocks = dict(zip(self._computed, kron.kfacs, strict=True))
+        kfacs: list[Block] = [list(block) for block in kron.kfacs]
+        blocks = dict(zip(self._computed, kfacs, strict=True))
         if self._asdl:
             _to_convention(blocks, self._positions(recorder, n), n)
-        n_vectors = 1 if isinstance(self._backend, EFInterface) or self._backend.stochastic else C
+        sampled = isinstance(self._backend, EFInterface) or getattr(
+            self._backend, "stochastic", False
+        )
+        n_vectors = 1 if sampled else C
         self.cost.forward += n
         self.cost.backward += n * n_vectors
         kept = [[factor.detach() for factor in blocks[name]] for name in self.names]
@@ -268,11 +272,13 @@ def _float32_copy(model: nn.Module, last_layer: bool) -> nn.Module:
     """The model in float32; a feature extractor's hook must point to the copy, so it is rebuilt."""
     if not last_layer:
         return copy.deepcopy(model).float()
-    inner = copy.deepcopy(model.model).float()
-    inner.get_submodule(last_layer_name(model))._forward_hooks.clear()
+    extractor, name = feature_extractor(model), last_layer_name(model)
+    inner = copy.deepcopy(extractor.model).float()
+    if name is not None:
+        inner.get_submodule(name)._forward_hooks.clear()
     return FeatureExtractor(
         inner,
-        last_layer_name=last_layer_name(model),
-        enable_backprop=model.enable_backprop,
-        feature_reduction=model.feature_reduction,
+        last_layer_name=name,
+        enable_backprop=extractor.enable_backprop,
+        feature_reduction=extractor.feature_reduction,
     )

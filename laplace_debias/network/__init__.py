@@ -1,1 +1,42 @@
 """The network as it is: left as found, its parameters' owners, recorded calls, its loss."""
+
+from laplace_debias.network.loss import (
+    FISHERS,
+    SAMPLERS,
+    Fisher,
+    Likelihood,
+    Sampler,
+    backward_vectors,
+    curvature_scores,
+    mean_loss_hessian,
+    sampled_hessian_root,
+    softmax_hessian_root,
+)
+from laplace_debias.network.ownership import (
+    KFAC_TYPES,
+    KFACLayer,
+    check_supported,
+    freeze_unsupported,
+    unsupported_parameters,
+)
+from laplace_debias.network.preserve import evaluation_mode, preserved
+
+__all__ = [
+    "FISHERS",
+    "Fisher",
+    "KFACLayer",
+    "KFAC_TYPES",
+    "Likelihood",
+    "SAMPLERS",
+    "Sampler",
+    "backward_vectors",
+    "check_supported",
+    "curvature_scores",
+    "evaluation_mode",
+    "freeze_unsupported",
+    "mean_loss_hessian",
+    "preserved",
+    "sampled_hessian_root",
+    "softmax_hessian_root",
+    "unsupported_parameters",
+]

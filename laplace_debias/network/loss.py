@@ -18,6 +18,8 @@ __all__ = [
     "FISHERS",
     "Fisher",
     "Likelihood",
+    "SAMPLERS",
+    "Sampler",
     "backward_vectors",
     "curvature_scores",
     "likelihood_name",
@@ -32,6 +34,9 @@ Likelihood = Literal["classification", "regression"]
 Fisher = Literal["exact", "mc", "empirical"]
 """Which backward vectors make the output factors, see :func:`backward_vectors`."""
 FISHERS: tuple[Fisher, ...] = ("exact", "mc", "empirical")
+Sampler = Literal["trace", "label"]
+"""How a random backward vector is drawn, see :func:`sampled_hessian_root`."""
+SAMPLERS: tuple[Sampler, ...] = ("trace", "label")
 
 
 def likelihood_name(likelihood: Any) -> Likelihood:
@@ -50,13 +55,14 @@ def likelihood_name(likelihood: Any) -> Likelihood:
         >>> likelihood_name("regression")
         'regression'
     """
+    names: dict[Any, Likelihood] = {"classification": "classification", "regression": "regression"}
     name = getattr(likelihood, "value", likelihood)
-    if name == "classification" or name == "regression":
-        return name
-    raise ValueError(
-        f"Expected likelihood 'classification' or 'regression', got {likelihood!r}. Remedy: use "
-        "`debias=False` for other likelihoods."
-    )
+    if name not in names:
+        raise ValueError(
+            f"Expected likelihood 'classification' or 'regression', got {likelihood!r}. Remedy: "
+            "use `debias=False` for other likelihoods."
+        )
+    return names[name]
 
 
 def softmax_hessian_root(logits: Tensor) -> Tensor:
@@ -87,22 +93,30 @@ def softmax_hessian_root(logits: Tensor) -> Tensor:
 
 
 def sampled_hessian_root(
-    outputs: Tensor, likelihood: str, generator: torch.Generator | None = None
+    outputs: Tensor,
+    likelihood: str,
+    generator: torch.Generator | None = None,
+    sampler: Sampler = "trace",
 ) -> Tensor:
-    r"""Random vectors whose second moment is the loss Hessian, all of length `sqrt(trace)`.
+    r"""Random vectors whose second moment is the loss Hessian.
 
-    Softmax: `diag(p) - p p^T = sum_y p_y (e_y - p) (e_y - p)^T`. A label y drawn with probability
-    proportional to `p_y |e_y - p|^2`, not `p_y`, makes all terms equally long, so that rare labels
-    add no variance::
+    Softmax: ``diag(p) - p p^T = sum_y p_y (e_y - p) (e_y - p)^T``. The textbook (and BackPACK's
+    ``KFAC``) draws a label y by ``p_y`` and takes ``v = e_y - p``: a confident network nearly
+    always draws its own prediction, a vector of nearly no length, and seldom one that carries
+    curvature. A label drawn with probability proportional to ``p_y |e_y - p|^2`` makes all vectors
+    equally long, so that rare labels add no variance::
 
-        v = (e_y - p) / |e_y - p| * sqrt(1 - sum_c p_c^2)           E[v v^T] = diag(p) - p p^T
+        label    v = e_y - p                                              y ~ p_y
+        trace    v = (e_y - p) / |e_y - p| * sqrt(1 - sum_c p_c^2)        y ~ p_y |e_y - p|^2
 
-    Half squared error: independent random signs.
+    Both have ``E[v v^T] = diag(p) - p p^T``. Half squared error: independent random signs
+    (``"trace"``), or standard normal numbers, the gradient at a drawn target (``"label"``).
 
     Args:
-        outputs: Network outputs `[n, C]`.
-        likelihood: `"classification"` or `"regression"`.
+        outputs: Network outputs ``[n, C]``.
+        likelihood: ``"classification"`` or ``"regression"``.
         generator: Source of randomness; the global one by default.
+        sampler: ``"trace"`` or ``"label"``.
 
     Returns:
         Vectors `[n, C, 1]`.
@@ -113,10 +127,21 @@ def sampled_hessian_root(
         0.62...
     """
     f = outputs.to(accumulation_dtype(outputs.dtype))
+    if sampler not in SAMPLERS:
+        raise ValueError(
+            f"Expected `sampler` in {SAMPLERS}, got {sampler!r}. Remedy: pass one of them."
+        )
     if likelihood == "regression":
+        if sampler == "label":
+            return torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)[
+                ..., None
+            ]
         signs = torch.randint(2, f.shape, generator=generator, device=f.device)
         return (2 * signs - 1).to(f)[:, :, None]
     p = f.double().softmax(-1)
+    if sampler == "label":
+        y = torch.multinomial(p, 1, generator=generator)
+        return (torch.zeros_like(p).scatter_(1, y, 1.0) - p).to(f)[:, :, None]
     squares = p.square().sum(-1, keepdim=True)
     terms = p * (1 - 2 * p + squares).clamp(min=0)  # p_y |e_y - p|^2, with the sum 1 - squares
     # A datum without curvature may draw any label: its vector is zero.
@@ -158,6 +183,7 @@ def backward_vectors(
     fisher: Fisher = "exact",
     generator: torch.Generator | None = None,
     weights: Tensor | None = None,
+    sampler: Sampler = "trace",
 ) -> Tensor:
     r"""Vectors V whose propagation back through the network gives the rows of every output factor.
 
@@ -174,6 +200,7 @@ def backward_vectors(
             ``"empirical"``: the gradient of the loss, at laplace-torch's scale.
         generator: Source of randomness for ``fisher="mc"``.
         weights: Non-negative weight ``[n]`` of each datum, whose root multiplies its vectors.
+        sampler: How ``fisher="mc"`` draws, see :func:`sampled_hessian_root`.
 
     Returns:
         V, ``[k, n, C]``, in the type of ``f``.
@@ -191,7 +218,7 @@ def backward_vectors(
         )
     wide = f.to(accumulation_dtype(f.dtype))
     if fisher == "mc":
-        root = sampled_hessian_root(wide, likelihood, generator)
+        root = sampled_hessian_root(wide, likelihood, generator, sampler)
     elif fisher == "exact":
         if likelihood == "classification":
             root = softmax_hessian_root(wide)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from laplace_debias.network.unfold import Conv
+
 __all__ = [
-    "CONVOLUTIONS",
     "KFAC_TYPES",
+    "KFACLayer",
     "OwnedParameter",
     "check_supported",
     "freeze_unsupported",
@@ -21,8 +23,8 @@ __all__ = [
     "unsupported_parameters",
 ]
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-KFAC_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS)
+KFACLayer = nn.Linear | Conv
+KFAC_TYPES: tuple[type[nn.Module], ...] = get_args(KFACLayer)
 """Layers whose weight and bias have a Kronecker-factored curvature in the default backend."""
 
 
@@ -37,12 +39,10 @@ class OwnedParameter(NamedTuple):
 
     name: str
     role: str
-    layers: tuple[nn.Module, ...]
+    layers: tuple[KFACLayer, ...]
 
 
-def owners(
-    model: nn.Module, params: Iterable[nn.Parameter]
-) -> dict[int, list[tuple[nn.Module, str]]]:
+def owners(model: nn.Module, params: Iterable[Tensor]) -> dict[int, list[tuple[nn.Module, str]]]:
     """The modules that hold each parameter, and its name there.
 
     Args:
@@ -67,7 +67,7 @@ def owners(
 
 
 def owned_parameters(
-    model: nn.Module, params: Iterable[nn.Parameter] | None = None
+    model: nn.Module, params: Iterable[Tensor] | None = None
 ) -> list[OwnedParameter]:
     """Which layers own each parameter, and as what.
 
@@ -100,9 +100,10 @@ def owned_parameters(
     owned, unsupported = [], []
     for name, p in chosen:
         roles = {role for _, role in holders[id(p)]}
-        layers = tuple(module for module, _ in holders[id(p)])
-        if len(roles) > 1 or not all(isinstance(layer, KFAC_TYPES) for layer in layers):
-            kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        modules = [module for module, _ in holders[id(p)]]
+        layers = tuple(module for module in modules if isinstance(module, KFACLayer))
+        if len(roles) > 1 or len(layers) < len(modules):
+            kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
             unsupported.append((name, kinds))
         owned.append(OwnedParameter(name, roles.pop(), layers))
     if unsupported:
@@ -135,7 +136,8 @@ def is_ordinary(module: nn.Module) -> bool:
         return False
     cls = type(module)
     if isinstance(module, nn.Conv2d):
-        return cls.forward is nn.Conv2d.forward and cls._conv_forward is nn.Conv2d._conv_forward
+        own = getattr(cls, "_conv_forward", None)
+        return cls.forward is nn.Conv2d.forward and own is nn.Conv2d._conv_forward
     return isinstance(module, nn.Linear) and cls.forward is nn.Linear.forward
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["differentiable", "evaluation_mode", "preserved"]
 
@@ -39,7 +39,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def differentiable(model: nn.Module, params: Iterable[nn.Parameter]) -> Iterator[None]:
+def differentiable(model: nn.Module, params: Iterable[Tensor]) -> Iterator[None]:
     """Evaluation mode with gradients on and ``params`` differentiable, whatever holds outside.
 
     Args:
@@ -118,10 +118,10 @@ def preserved(model: nn.Module) -> Iterator[None]:
             container.clear()
             container.update(content)
         with torch.no_grad():
-            for module, name, value, content in buffers:
+            for module, name, value, copied in buffers:
                 module._buffers[name] = value
-                if value is not None and content is not None and not torch.equal(value, content):
-                    value.copy_(content)
+                if value is not None and copied is not None and not torch.equal(value, copied):
+                    value.copy_(copied)
         for p, data, requires_grad, grad, attributes in parameters:
             p.data = data
             p.requires_grad_(requires_grad)

@@ -54,7 +54,26 @@ class LayerCall:
 
     def positions(self, n: int) -> int:
         """Number of positions per datum, of n data."""
-        return self.shape.numel() // (n * self.module.weight.shape[0])
+        return self.shape.numel() // (n * self.d_out)
+
+    @property
+    def d_out(self) -> int:
+        """Number of outputs (channels) of a linear layer or convolution at each position."""
+        return self.module.get_parameter("weight").shape[0]
+
+    @property
+    def kept_input(self) -> Tensor:
+        """The input, as the model gave it.
+
+        Raises:
+            RuntimeError: If it was not kept.
+        """
+        if self.a is None:
+            raise RuntimeError(
+                f"Expected the input of {self.module}, got none: the recorder kept no inputs, or "
+                "the layer was called without a tensor. Remedy: Recorder(..., keep_inputs=True)."
+            )
+        return self.a
 
     def inputs(self, n: int, dim: int | None, rows: slice) -> Tensor:
         """The inputs (patches of a convolution) of some data, ``[m, R, groups, d_in]``.
@@ -67,16 +86,17 @@ class LayerCall:
         Raises:
             RuntimeError: If the input was not kept, or changed in place after the call.
         """
-        if self.a is None or self.a._version != self.version:
+        x = self.kept_input
+        if x._version != self.version:
             raise RuntimeError(
                 f"Expected the input of {self.module} to stay as it was, got one that the model "
                 "changed in place after the layer used it. Remedy: replace the in-place operation."
             )
         if isinstance(self.module, nn.Conv2d):
-            if len(self.a) == n:
-                return patches(self.a[rows], self.module)
-            return patches(self.a, self.module).flatten(0, 1).unsqueeze(0)  # a single datum
-        a = self.a if dim is None else self.a.movedim(dim, 0)
+            if len(x) == n:
+                return patches(x[rows], self.module)
+            return patches(x, self.module).flatten(0, 1).unsqueeze(0)  # a single datum
+        a = x if dim is None else x.movedim(dim, 0)
         a = a.reshape(n, -1, 1, a.shape[-1])
         return a[rows]
 

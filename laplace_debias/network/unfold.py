@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 __all__ = [
+    "Conv",
     "Segment",
     "conv_image",
     "conv_padding",
@@ -18,6 +19,8 @@ __all__ = [
     "patches",
 ]
 
+Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+"""The convolutions that K-FAC represents."""
 Segment = tuple[int, int]
 """Two ends of a range, or numbers before and after an image."""
 
@@ -42,7 +45,7 @@ def n_positions(size: int, k: int, dilation: int, pad: Segment, stride: int) -> 
     return (size + sum(pad) - dilation * (k - 1) - 1) // stride + 1
 
 
-def conv_padding(layer: nn.Module) -> list[tuple[int, int]]:
+def conv_padding(layer: Conv) -> list[tuple[int, int]]:
     """Padding of a convolution before and after each spatial dimension.
 
     Args:
@@ -55,15 +58,15 @@ def conv_padding(layer: nn.Module) -> list[tuple[int, int]]:
         >>> conv_padding(nn.Conv2d(1, 1, (4, 3), padding="same"))
         [(1, 2), (1, 1)]
     """
-    if layer.padding == "valid":
-        return [(0, 0) for _ in layer.kernel_size]
+    if isinstance(layer.padding, tuple):
+        return [(p, p) for p in layer.padding]
     if layer.padding == "same":
         total = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
         return [(t // 2, t - t // 2) for t in total]
-    return [(p, p) for p in layer.padding]
+    return [(0, 0) for _ in layer.kernel_size]  # "valid"
 
 
-def conv_image(layer: nn.Module, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+def conv_image(layer: Conv, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
     """The image that a convolution runs over: groups averaged, padded unless with zeros.
 
     Args:
@@ -89,7 +92,7 @@ def conv_image(layer: nn.Module, x: Tensor) -> tuple[Tensor, list[tuple[int, int
     return x, pads
 
 
-def conv_windows(layer: nn.Module, x: Tensor) -> Tensor:
+def conv_windows(layer: Conv, x: Tensor) -> Tensor:
     """All patches that a convolution sees in an image, as a view.
 
     Args:
@@ -164,4 +167,5 @@ def patches(x: Tensor, conv: nn.Conv2d) -> Tensor:
 
 def patch_order(Q_A: Tensor, conv: nn.Conv2d) -> Tensor:
     """Permute the rows of ``Q_A`` from ``(C_in, kh, kw)`` to the order of :func:`patches`."""
-    return Q_A.unflatten(0, (-1, *conv.kernel_size)).permute(1, 2, 0, 3).reshape(Q_A.shape)
+    kernel = Q_A.reshape(-1, *conv.kernel_size, Q_A.shape[1])  # [C_in, kh, kw, d]
+    return kernel.permute(1, 2, 0, 3).reshape(Q_A.shape)

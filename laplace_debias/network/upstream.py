@@ -7,23 +7,29 @@ hands it to public methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from laplace.baselaplace import BaseLaplace, KronLaplace
+from laplace.curvature import CurvatureInterface
+from laplace.lllaplace import LLLaplace
 from laplace.utils import FeatureExtractor, Kron, KronDecomposed
 from torch import Tensor, nn
 
 __all__ = [
     "PrivateProtocol",
     "backend_of",
+    "decomposed",
     "device_of",
     "dtype_of",
+    "feature_extractor",
     "find_last_layer",
     "hessian_factor",
     "is_last_layer",
+    "kron_of",
+    "last_layer_of",
     "last_layer_name",
     "posterior_params",
     "unchecked_prior",
@@ -35,9 +41,9 @@ dtype_of: Callable[[BaseLaplace], torch.dtype] = attrgetter("_dtype")
 """Type of the model's parameters."""
 hessian_factor: Callable[[KronLaplace], Tensor] = attrgetter("_H_factor")
 """``1 / (sigma_noise**2 * temperature)``, by which the curvature is multiplied."""
-backend_of: Callable[[BaseLaplace], tuple[type, dict, dict]] = attrgetter(
-    "_backend_cls", "_backend_kwargs", "_asdl_fisher_kwargs"
-)
+backend_of: Callable[
+    [BaseLaplace], tuple[type[CurvatureInterface], dict[str, Any], dict[str, Any]]
+] = attrgetter("_backend_cls", "_backend_kwargs", "_asdl_fisher_kwargs")
 """The backend's class, the arguments of its constructor, and those of its ``kron``."""
 unchecked_prior: Callable[[BaseLaplace], tuple[Any, Any]] = attrgetter(
     "_prior_precision", "_prior_mean"
@@ -75,7 +81,90 @@ def last_layer_name(model: nn.Module) -> str | None:
     return getattr(model, "_last_layer_name", None)
 
 
-def find_last_layer(la: BaseLaplace, batch: Any) -> None:
+def feature_extractor(model: nn.Module) -> FeatureExtractor:
+    """The model of a last-layer approximation as what it is.
+
+    Args:
+        model: What laplace-torch's last-layer classes hold as ``la.model``.
+
+    Raises:
+        TypeError: For any other network.
+
+    Example:
+        >>> feature_extractor(FeatureExtractor(nn.Linear(2, 1))).last_layer is None
+        True
+    """
+    if not isinstance(model, FeatureExtractor):
+        raise TypeError(
+            f"Expected the FeatureExtractor of a last-layer approximation, got "
+            f"{type(model).__name__}. Remedy: subset_of_weights='last_layer'."
+        )
+    return model
+
+
+def last_layer_of(model: nn.Module) -> nn.Module:
+    """The last layer of a feature extractor.
+
+    Args:
+        model: What laplace-torch's last-layer classes hold as ``la.model``.
+
+    Raises:
+        TypeError: For any other network.
+        ValueError: If the last layer is not known yet.
+
+    Example:
+        >>> last_layer_of(FeatureExtractor(nn.Sequential(nn.Linear(2, 1)), last_layer_name="0"))
+        Linear(in_features=2, out_features=1, bias=True)
+    """
+    layer = feature_extractor(model).last_layer
+    if layer is None:
+        raise ValueError(
+            "Expected a feature extractor that knows its last layer, got one before its first "
+            "forward pass. Remedy: call `la.fit`, or pass `last_layer_name`."
+        )
+    return layer
+
+
+def decomposed(la: KronLaplace) -> KronDecomposed:
+    """The curvature of a fitted Kron approximation.
+
+    Args:
+        la: A Kron Laplace approximation, ours or laplace-torch's.
+
+    Raises:
+        AttributeError: If it has not been fitted.
+
+    Example:
+        >>> from laplace import Laplace
+        >>> decomposed(Laplace(nn.Linear(2, 1), "regression", "all", "kron"))
+        Traceback (most recent call last):
+        AttributeError: Expected a fitted Laplace approximation, got one without curvature. ...
+    """
+    if not isinstance(la.H, KronDecomposed):
+        raise AttributeError(
+            "Expected a fitted Laplace approximation, got one without curvature. "
+            "Remedy: call `la.fit(train_loader)` first."
+        )
+    return la.H
+
+
+def kron_of(blocks: Sequence[Sequence[Tensor]]) -> Kron:
+    """Blocks as laplace-torch holds them.
+
+    Args:
+        blocks: ``[B, A]`` or ``[B]`` per parameter.
+
+    Returns:
+        Their ``Kron``, which laplace-torch annotates as if each block were one tensor.
+
+    Example:
+        >>> len(kron_of([[torch.eye(2), torch.eye(3)], [torch.eye(2)]]))
+        2
+    """
+    return Kron(cast("list[tuple[Tensor] | Tensor]", [list(block) for block in blocks]))
+
+
+def find_last_layer(la: LLLaplace, batch: Any) -> None:
     """Let laplace-torch look for the last layer in one forward pass of a mini-batch.
 
     Args:
@@ -85,7 +174,7 @@ def find_last_layer(la: BaseLaplace, batch: Any) -> None:
     la._find_last_layer(batch)
 
 
-def posterior_params(la: KronLaplace) -> list[nn.Parameter]:
+def posterior_params(la: KronLaplace) -> list[Tensor]:
     """The parameter tensors of the blocks of a posterior, in its order.
 
     Args:
@@ -102,7 +191,7 @@ def posterior_params(la: KronLaplace) -> list[nn.Parameter]:
     """
     if not is_last_layer(la):
         return list(la.params)
-    params = list(la.model.last_layer.parameters())
+    params: list[Tensor] = list(last_layer_of(la.model).parameters())
     if not isinstance(la.H, KronDecomposed) or len(params) == len(la.H):
         return params
     return [p for p in params if p.requires_grad]

@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from numpy.typing import NDArray
 
 from laplace_debias.comparison.result import (
     FULL,
@@ -21,6 +22,7 @@ from laplace_debias.comparison.result import (
     SINGLE,
     TWO_BATCH,
     ComparisonResult,
+    Summary,
 )
 from laplace_debias.evaluation.reports import ClassificationReport, ReliabilityBins
 
@@ -44,16 +46,17 @@ def _label(metric: str) -> str:
     return metric if known is None else f"{known} ({prefix})" if prefix else known
 
 
-def _subplots(n: int) -> np.ndarray:
+def _subplots(n: int) -> NDArray[np.object_]:
     """Make n axes side by side."""
-    return plt.subplots(1, n, figsize=(4.6 * n, 3.6), layout="constrained", squeeze=False)[1][0]
+    grid = plt.subplots(1, n, figsize=(4.6 * n, 3.6), layout="constrained", squeeze=False)[1]
+    return np.asarray(grid[0])
 
 
 def plot_comparison(
     result: ComparisonResult,
     metrics: Sequence[str] = ("accuracy", "nll", "ece"),
     axes: Sequence[Axes] | None = None,
-) -> np.ndarray:
+) -> NDArray[np.object_]:
     """Draw the paper's figure: metrics against the prior precision, per method and budget.
 
     The horizontal axis is the paper's beta, ``prior_precision / N``. The plain model is a black
@@ -76,24 +79,24 @@ def plot_comparison(
         >>> axes[0].get_ylabel()
         'NLL'
     """
-    axes = _subplots(len(metrics)) if axes is None else np.asarray(axes).ravel()
-    if len(axes) != len(metrics):
+    panels = _subplots(len(metrics)) if axes is None else np.asarray(axes).ravel()
+    if len(panels) != len(metrics):
         raise ValueError(
-            f"Expected {len(metrics)} axes, one per metric, got {len(axes)}. "
+            f"Expected {len(metrics)} axes, one per metric, got {len(panels)}. "
             "Remedy: pass as many axes as metrics, or none."
         )
-    for ax, metric in zip(axes, metrics, strict=True):
+    for ax, metric in zip(panels, metrics, strict=True):
         _comparison_panel(ax, result, metric)
-    handles, labels = axes[0].get_legend_handles_labels()
-    axes[0].figure.legend(
+    handles, labels = panels[0].get_legend_handles_labels()
+    panels[0].figure.legend(
         handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False
     )
-    return axes
+    return panels
 
 
 def _comparison_panel(ax: Axes, result: ComparisonResult, metric: str) -> None:
     """Draw one metric of every method."""
-    curves: dict[tuple[str, int], list] = {}
+    curves: dict[tuple[str, int], list[Summary]] = {}
     for point in result.summary(metric):
         curves.setdefault((point.method, point.budget), []).append(point)
     # points of different curves at one prior precision stand side by side
@@ -106,8 +109,10 @@ def _comparison_panel(ax: Axes, result: ComparisonResult, metric: str) -> None:
         if method == PLAIN:
             ax.axhline(points[0].mean, color="black", linewidth=1, label=PLAIN)
             continue
-        points = sorted(points, key=lambda point: point.prior_precision)
-        beta = np.array([point.prior_precision / result.n_data for point in points])
+        placed = [(p.prior_precision, p) for p in points if p.prior_precision is not None]
+        placed.sort(key=lambda pair: pair[0])
+        beta = np.array([delta / result.n_data for delta, _ in placed])
+        points = [point for _, point in placed]
         mean = [point.mean for point in points]
         color, marker = styles[method]
         if method in (FULL, LARGE):

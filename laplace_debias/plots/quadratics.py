@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from laplace_debias.quadratics.bias import DirectionalBias
@@ -74,8 +75,8 @@ def plot_planes(
         axis.set_aspect("equal")
     axes[0, 0].set_ylabel(r"$\tau_2$ along $u_2$")
     handles = [
-        plt.Line2D([], [], color=BIASED, label="the mini-batch's quadratic"),
-        plt.Line2D([], [], color=EXACT, linestyle="dashed", label="full-batch quadratic"),
+        Line2D([], [], color=BIASED, label="the mini-batch's quadratic"),
+        Line2D([], [], color=EXACT, linestyle="dashed", label="full-batch quadratic"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     return figure
@@ -306,8 +307,12 @@ def plot_cg_runs(
         axes: Four axes to draw into; ``None`` makes a figure.
     """
     if axes is None:
-        figure, axes = plt.subplots(1, 4, figsize=(11, 2.6), layout="constrained")
-    figure = axes[0].figure
+        axes = plt.subplots(1, 4, figsize=(11, 2.6), layout="constrained")[1]
+    figure = axes[0].get_figure(root=True)
+    if figure is None:
+        raise ValueError(
+            "Expected axes that belong to a figure, got removed ones. Remedy: pass others, or none."
+        )
     styles = ((BIASED, "-", "D"), (OTHER, "--", "o"), (EXACT, ":", "s"), ("#CC79A7", "-.", "^"))
     panels = [(s, m) for s in (0, 1) for m in ("loss", "accuracy")]
     for axis, (split, metric) in zip(axes, panels, strict=True):

@@ -1,1 +1,12 @@
 """laplace-torch's classes, fitted on few data and debiased."""
+
+from laplace_debias.posterior.factory import Laplace
+from laplace_debias.posterior.from_factors import fit_from_factors
+from laplace_debias.posterior.kron import DebiasedKronLaplace, DebiasedKronLLLaplace
+
+__all__ = [
+    "DebiasedKronLLLaplace",
+    "DebiasedKronLaplace",
+    "Laplace",
+    "fit_from_factors",
+]

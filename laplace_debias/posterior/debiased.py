@@ -47,8 +47,9 @@ from laplace_debias.network.upstream import (
     unchecked_prior,
 )
 from laplace_debias.posterior.state import load_state, save_state
+from laplace_debias.predictive.links import mean_log_probabilities
 from laplace_debias.predictive.network_samples import network_samples
-from laplace_debias.predictive.predictions import glm_predictions
+from laplace_debias.predictive.predictions import Prediction, glm_predictions
 from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
 
 __all__ = ["DebiasedPosterior", "check_prior_precision"]
@@ -379,6 +380,65 @@ class DebiasedPosterior(PrivateProtocol):
             ValueError: For unknown arguments, or a generator on another device.
         """
         self.check_fitted()
+        options = (n_samples, diagonal_output, generator)
+        if likelihood_name(self.likelihood) == "classification":
+            return self.log_probabilities(x, pred_type, link_approx, *options, **model_kwargs).exp()
+        pred_type, link_approx = self._checked_options(pred_type, link_approx, generator)
+        if pred_type == "nn":
+            samples = self.network_samples(x, n_samples, generator, **model_kwargs)
+            return samples.mean(0), samples.var(0)
+        if joint:
+            return self.output_moments(x, joint=True)
+        mean, variance = self._glm_prediction(x, link_approx, *options)
+        return mean, variance
+
+    def log_probabilities(
+        self,
+        x: Inputs,
+        pred_type: str = "glm",
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Logarithms of the class probabilities, also of those too small for their dtype.
+
+        The logarithm of ``la(x)`` is minus infinity where a probability underflows; here it is
+        a number. Metrics are computed from it.
+
+        Args:
+            x: Inputs ``[n, ...]`` or a mapping.
+            pred_type: ``"glm"`` (linearised network) or ``"nn"`` (sampled networks).
+            link_approx: ``"probit"``, ``"mc"``, ``"bridge"`` or ``"bridge_norm"``.
+            n_samples: Number of samples for ``"mc"`` and for ``pred_type="nn"``.
+            diagonal_output: Whether to drop covariances between outputs.
+            generator: Source of every random number drawn in this call.
+            **model_kwargs: For the network's forward pass with ``pred_type="nn"``.
+
+        Returns:
+            Log-probabilities ``[n, C]``.
+
+        Raises:
+            AttributeError: Before ``fit``.
+            ValueError: For a regression, unknown arguments, or a generator on another device.
+        """
+        self.check_fitted()
+        if likelihood_name(self.likelihood) == "regression":
+            raise ValueError(
+                "Expected a classification, got a regression, which has no classes. Remedy: "
+                "`la(x)` returns its mean and covariance."
+            )
+        pred_type, link_approx = self._checked_options(pred_type, link_approx, generator)
+        if pred_type == "nn":
+            samples = self.network_samples(x, n_samples, generator, **model_kwargs)
+            return mean_log_probabilities(samples)
+        return self._glm_prediction(x, link_approx, n_samples, diagonal_output, generator)[0]
+
+    def _checked_options(
+        self, pred_type: str, link_approx: str, generator: torch.Generator | None
+    ) -> tuple[str, str]:
+        """Names of the kind of prediction and the link; an error if they do not fit."""
         pred_type, link_approx = (
             str(getattr(pred_type, "value", pred_type)),
             str(getattr(link_approx, "value", link_approx)),
@@ -387,6 +447,11 @@ class DebiasedPosterior(PrivateProtocol):
             raise ValueError(
                 f"Expected pred_type 'glm' or 'nn', got {pred_type!r}. Remedy: pass one of them."
             )
+        if pred_type == "nn" and link_approx != "mc":
+            raise ValueError(
+                f"Expected link_approx='mc' with pred_type='nn', got {link_approx!r}. Remedy: "
+                "sampled networks know no other link."
+            )
         if generator is not None and (
             not isinstance(generator, torch.Generator) or generator.device != device_of(self)
         ):
@@ -394,28 +459,28 @@ class DebiasedPosterior(PrivateProtocol):
                 f"Expected a torch.Generator on {device_of(self)}, got {generator!r}. Remedy: "
                 "`torch.Generator(device)`."
             )
-        regression = likelihood_name(self.likelihood) == "regression"
-        if pred_type == "nn":
-            if link_approx != "mc":
-                raise ValueError(
-                    f"Expected link_approx='mc' with pred_type='nn', got {link_approx!r}. Remedy: "
-                    "sampled networks know no other link."
-                )
-            samples = self.network_predictions(x, n_samples, generator, **model_kwargs)
-            return (samples.mean(0), samples.var(0)) if regression else samples.mean(0)
-        if regression and joint:
-            return self.output_moments(x, joint=True)
+        return pred_type, link_approx
+
+    def _glm_prediction(
+        self,
+        x: Inputs,
+        link_approx: str,
+        n_samples: int,
+        diagonal_output: bool,
+        generator: torch.Generator | None,
+    ) -> Prediction:
+        """``(log-probabilities,)``, or means and (co)variances, of the linearised network."""
         (prediction,) = glm_predictions(
             self.predictor(),
             x,
-            regression=regression,
+            regression=likelihood_name(self.likelihood) == "regression",
             link_approx=link_approx,
             n_samples=n_samples,
             method=self.predictive_method,
             generator=generator,
             diagonal_output=diagonal_output,
         )
-        return prediction if regression else prediction[0]
+        return prediction
 
     def output_moments(
         self, X: Inputs, joint: bool = False, diagonal_output: bool = False

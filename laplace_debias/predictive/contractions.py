@@ -25,6 +25,7 @@ Shapes: A ``[n, R, d_in]``, G ``[n, C, d_out, R]``, weights w ``[D, k]`` for k p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,10 +76,11 @@ def _sum_over_positions(g: Tensor, A: Tensor) -> Tensor:
     """Return ``[m, C, d_out, d_in]`` from ``g [m, C, d_out, R]`` and ``A [m, R, groups, d_in]``."""
     C, d_out = g.shape[1:3]
     if A.shape[2] == 1:
-        return (g.flatten(1, 2) @ A.squeeze(2)).unflatten(1, (C, d_out))
+        J = g.flatten(1, 2) @ A.squeeze(2)
+        return J.view(len(J), C, d_out, -1)
     g = g.unflatten(2, (A.shape[2], -1)).transpose(1, 2).flatten(2, 3)
     J = g @ A.transpose(1, 2)  # [m, groups, C * d_out / groups, d_in]
-    return J.unflatten(2, (C, -1)).transpose(1, 2).flatten(2, 3)
+    return J.view(*J.shape[:2], C, -1, J.shape[-1]).transpose(1, 2).flatten(2, 3)
 
 
 def weight_moments(
@@ -122,7 +124,7 @@ def weight_moments(
                 g_B = (Q_B.T @ g).transpose(1, 2)  # [m, d_out, C, R]
             else:
                 J_A = _sum_over_positions(g, rotated) if J is None else J @ Q_A
-            total = None
+            total: Tensor | None = None
             for start in range(0, d_out, size):
                 rows = slice(start, min(start + size, d_out))
                 if B_first:
@@ -130,11 +132,10 @@ def weight_moments(
                     tile = tile if A_first else tile @ Q_A
                 else:
                     tile = Q_B[:, rows].T @ J_A
-                moments = contract(
-                    [tile.reshape(len(g), C, -1)], lambda w=w, rows=rows: w(rows), mode
-                )
+                moments = contract([tile.reshape(len(g), C, -1)], partial(w, rows), mode)
                 total = moments if total is None else total + moments
-            part.append(total)
+            if total is not None:
+                part.append(total)
     return [torch.cat(part) for part in parts]
 
 
@@ -227,7 +228,7 @@ def input_side(a: Tensor, w: Tensor) -> Tensor:
         >>> input_side(torch.tensor([[1.0, 2.0]]), torch.ones(2, 3, 1)).squeeze(-1)
         tensor([[5., 5., 5.]])
     """
-    return (a.square() @ w.flatten(1)).unflatten(1, w.shape[1:])
+    return (a.square() @ w.flatten(1)).view(len(a), *w.shape[1:])
 
 
 CONTRACTIONS = {"variance": variance, "covariance": covariance, "joint": joint_covariance}

@@ -23,11 +23,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from laplace.baselaplace import KronLaplace
-from laplace.utils.matrix import KronDecomposed
 from torch import Tensor
 
 from laplace_debias.data.inputs import accumulation_dtype
-from laplace_debias.network.upstream import hessian_factor, posterior_params
+from laplace_debias.network.upstream import decomposed, hessian_factor, posterior_params
 
 PriorPrecisions = float | Tensor | Sequence[float | Tensor]
 
@@ -124,15 +123,16 @@ def prior_grid(
     """
     if isinstance(prior_precisions, np.ndarray):
         prior_precisions = torch.as_tensor(prior_precisions)
+    rows: list[float | Tensor]
     if isinstance(prior_precisions, Tensor):
-        rows = prior_precisions.detach()
-        if rows.ndim > 2:
+        values = prior_precisions.detach()
+        if values.ndim > 2:
             raise ValueError(
                 f"Expected prior precisions with at most 2 dimensions [k, {n_blocks}], got shape "
-                f"{tuple(rows.shape)}. Pass a number, k numbers, or a [k, {n_blocks}] tensor."
+                f"{tuple(values.shape)}. Pass a number, k numbers, or a [k, {n_blocks}] tensor."
             )
-        many = rows.ndim > 0
-        rows = [rows] if rows.ndim == 0 else list(rows)
+        many = values.ndim > 0
+        rows = [values] if values.ndim == 0 else list(values)
     elif isinstance(prior_precisions, Sequence) and not isinstance(prior_precisions, str):
         rows, many = list(prior_precisions), True
     else:
@@ -141,12 +141,12 @@ def prior_grid(
         raise ValueError("Expected at least one prior precision, got none. Pass e.g. [0.1, 1.0].")
 
     grid = []
-    for row in rows:
+    for given in rows:
         try:
-            row = torch.as_tensor(row, dtype=torch.float64).detach().reshape(-1)
+            row = torch.as_tensor(given, dtype=torch.float64).detach().reshape(-1)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"Expected a prior precision to be a number or a tensor, got {row!r}. "
+                f"Expected a prior precision to be a number or a tensor, got {given!r}. "
                 "Pass positive floats."
             ) from error
         if len(row) not in (1, n_blocks):
@@ -175,11 +175,7 @@ def check_fitted(la: KronLaplace) -> None:
             f"Expected a KronLaplace or KronLLLaplace, got {type(la).__name__}. "
             'Build it with hessian_structure="kron".'
         )
-    if not isinstance(la.H, KronDecomposed):
-        raise AttributeError(
-            "Expected a fitted Laplace approximation, got one without curvature. "
-            "Call la.fit(train_loader) first."
-        )
+    decomposed(la)
 
 
 def eigen_blocks(la: KronLaplace, deltas: Tensor, memory_budget: int) -> list[EigenBlock]:
@@ -193,21 +189,21 @@ def eigen_blocks(la: KronLaplace, deltas: Tensor, memory_budget: int) -> list[Ei
     Raises:
         ValueError: If the blocks of ``la.H`` do not match the parameters.
     """
-    params = posterior_params(la)
-    if len(params) != len(la.H):
+    params, H = posterior_params(la), decomposed(la)
+    if len(params) != len(H):
         raise ValueError(
-            f"Expected one curvature block per parameter tensor ({len(params)}), got {len(la.H)}. "
+            f"Expected one curvature block per parameter tensor ({len(params)}), got {len(H)}. "
             "Refit: the model or its frozen parameters changed since la.fit."
         )
     names = {id(p): name for name, p in la.model.named_parameters()}
-    offsets = la.H.deltas.expand(len(params))
+    offsets = H.deltas.expand(len(params))
     max_numel = max(1, memory_budget // (4 * deltas.element_size()))
     keep = len(deltas) * sum(p.numel() for p in params) <= max_numel
     blocks = []
     for i, p in enumerate(params):
         dtype = accumulation_dtype(p.dtype)
-        Qs = tuple(Q.detach().to(dtype) for Q in la.H.eigenvectors[i])
-        lams = [lam.detach().to(dtype) for lam in la.H.eigenvalues[i]]
+        Qs = tuple(Q.detach().to(dtype) for Q in H.eigenvectors[i])
+        lams = [lam.detach().to(dtype) for lam in H.eigenvalues[i]]
         if math.prod(map(len, lams)) != p.numel():
             raise ValueError(
                 f"Expected a block of {p.numel()} rows for {names.get(id(p))!r} of shape "

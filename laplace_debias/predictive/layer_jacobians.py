@@ -67,7 +67,7 @@ class LayerJacobians:
         probe = run(self.model, take(x, slice(0, 1), self.key), self.modules)
         C, held = probe.f.shape[1], 1
         for call in (call for calls in probe.calls.values() for call in calls):
-            held += (C + 4) * call.shape.numel() + 2 * call.a.numel()
+            held += (C + 4) * call.shape.numel() + 2 * call.kept_input.numel()
         for block in self.blocks:
             if isinstance(self._sources(block, probe, min(n, 2)), str):
                 held += 2 * C * block.param.numel()  # its Jacobian will be formed
@@ -142,7 +142,9 @@ class LayerJacobians:
             return "it is used outside the layer that owns it"
         for call, dim in sources:
             conv = isinstance(call.module, nn.Conv2d)
-            if (conv and call.a.ndim != 4) or (n > 1 and (dim is None or (conv and dim != 0))):
+            if (conv and call.kept_input.ndim != 4) or (
+                n > 1 and (dim is None or (conv and dim != 0))
+            ):
                 return "its layer does not keep the data apart along one dimension"
         if len({getattr(call.module, "groups", 1) for call, _ in sources}) > 1:
             return "it is shared by convolutions with different groups"
@@ -168,14 +170,14 @@ class LayerJacobians:
         One backward pass per output, without weight gradients. A loop, because batched passes
         over all outputs leave the cache and were slower by up to three times.
         """
-        needed = {id(call): (call, dim) for found in sources.values() for call, dim in found}
-        needed = list(needed.values())
+        calls = {id(call): (call, dim) for found in sources.values() for call, dim in found}
+        needed = list(calls.values())
         n, C = capture.f.shape
         dtype = accumulation_dtype(capture.f.dtype)
         if not needed:
             return {}
-        edges = [call.edge for call, _ in needed]
-        shapes = [(n, C, call.module.weight.shape[0], call.positions(n)) for call, _ in needed]
+        edges = [call.edge for call, _ in needed if call.edge is not None]  # all, see _sources
+        shapes = [(n, C, call.d_out, call.positions(n)) for call, _ in needed]
         kept: list[list[Tensor]] = [[] for _ in needed]
         if not self.keep_graph:
             buffers = self._reserve(shapes, capture.f.new_empty(0, dtype=dtype))
@@ -201,7 +203,7 @@ class LayerJacobians:
             buffers = [torch.stack(g, dim=1) for g in kept]
         return {id(call): G for (call, _), G in zip(needed, buffers, strict=True)}
 
-    def _reserve(self, shapes: list[tuple[int, ...]], like: Tensor) -> list[Tensor]:
+    def _reserve(self, shapes: Sequence[tuple[int, ...]], like: Tensor) -> list[Tensor]:
         """Return arrays of the given shapes, from the last chunk's memory where it suffices.
 
         Fresh pages for every chunk would cost as much as writing the gradients to them.
@@ -243,7 +245,7 @@ class LayerJacobians:
                     )
                     for block in blocks
                 ]
-            bases = [block.Q for block in blocks]
+            bases = [(block.Q[0], block.Q[1]) for block in blocks]
             if isinstance(module, nn.Conv2d):
                 bases = [(Q_B, patch_order(Q_A, module)) for Q_B, Q_A in bases]
             if R == 1 and getattr(module, "groups", 1) == 1 and mode != "joint":
@@ -251,7 +253,7 @@ class LayerJacobians:
                 for block, (Q_B, Q_A) in zip(blocks, bases, strict=True):
                     g, a = G.squeeze(-1) @ Q_B, A @ Q_A
                     sides = [maths.input_side(a, w) for w in block.inverses(input_first=True)]
-                    results.append(maths.contract([g], lambda sides=sides: sides, mode))
+                    results.append(maths.contract([g], partial(iter, sides), mode))
                 return results
             inverses = [partial(_rows_of, block) for block in blocks]
             return maths.weight_moments(inputs, G, bases, inverses, mode)

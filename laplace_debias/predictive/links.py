@@ -1,4 +1,4 @@
-r"""From Gaussian outputs to class probabilities, for one or many covariances at once.
+r"""From Gaussian outputs to log-probabilities of classes, for one or many covariances at once.
 
 With output mean :math:`\mu` and covariance :math:`\Sigma` of one datum and K classes:
 
@@ -12,12 +12,15 @@ With output mean :math:`\mu` and covariance :math:`\Sigma` of one datum and K cl
 - ``bridge_norm``: the same after dividing :math:`\Sigma'` by
   :math:`t = \mathrm{mean}_c \Sigma'_{cc} / \sqrt{K / 2}` and :math:`\mu'` by its root.
 
-These are laplace-torch's formulas, without its replacement of NaN by one.
+These are laplace-torch's formulas, without its replacement of NaN by one, and in log space from
+the outputs to the end: a probability that is too small for its dtype has a logarithm all the same.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -39,7 +42,7 @@ def needs_diagonal_only(link_approx: str, diagonal_output: bool = False) -> bool
     return link_approx == "probit" or (link_approx == "mc" and diagonal_output)
 
 
-def class_probabilities(
+def class_log_probabilities(
     mean: Tensor,
     covariance: Tensor,
     link_approx: str = "probit",
@@ -48,7 +51,12 @@ def class_probabilities(
     n_samples: int = 100,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Apply a link approximation.
+    r"""Apply a link approximation.
+
+    Every link is the log-softmax of scores: :math:`\mu_c / \sqrt{1 + \pi \Sigma_{cc} / 8}`
+    (``"probit"``), :math:`\log \sum_s \mathrm{softmax}(f_s)_c` over samples (``"mc"``), and
+    :math:`\log \alpha_c` (``"bridge"``). A log-probability is minus infinity only where the scores
+    differ by more than the dtype's largest number, and NaN where a mean or covariance is.
 
     Args:
         mean: Output means ``[n, C]``.
@@ -60,23 +68,51 @@ def class_probabilities(
         generator: Random number generator for ``"mc"``.
 
     Returns:
-        Probabilities ``[..., n, C]``.
+        Log-probabilities ``[..., n, C]``, whose exponentials sum to one.
+
+    Raises:
+        ValueError: For an unknown link.
 
     Example:
-        >>> class_probabilities(torch.zeros(1, 2), torch.eye(2).expand(3, 1, 2, 2))[0]
+        >>> class_log_probabilities(torch.zeros(1, 2), torch.eye(2).expand(3, 1, 2, 2))[0].exp()
         tensor([[0.5000, 0.5000]])
     """
     check_link(link_approx)
     if link_approx == "probit":
         variance = covariance if diagonal else covariance.diagonal(dim1=-2, dim2=-1)
-        return torch.softmax(mean / torch.sqrt(1 + math.pi / 8 * variance), dim=-1)
+        return torch.log_softmax(mean / torch.sqrt(1 + math.pi / 8 * variance), dim=-1)
     if link_approx == "mc":
         shape = (n_samples, *mean.shape)
         eps = torch.randn(shape, generator=generator, dtype=mean.dtype, device=mean.device)
         grid = covariance if covariance.ndim == mean.ndim + 2 - diagonal else covariance[None]
-        probs = [torch.softmax(_draw(mean, S, eps, diagonal), dim=-1).mean(0) for S in grid]
-        return torch.stack(probs).reshape(*covariance.shape[: -2 if diagonal else -3], *mean.shape)
-    return _bridge(mean, covariance, normalise=link_approx == "bridge_norm")
+        log_probs = [mean_log_probabilities(_draw(mean, S, eps, diagonal)) for S in grid]
+        lead = covariance.shape[: -2 if diagonal else -3]
+        return torch.stack(log_probs).reshape(*lead, *mean.shape)
+    scores = _log_concentrations(mean, covariance, normalise=link_approx == "bridge_norm")
+    return torch.log_softmax(scores, dim=-1)
+
+
+def mean_log_probabilities(samples: Iterable[Tensor]) -> Tensor:
+    r"""Logarithm of the mean of :math:`\mathrm{softmax}(f_s)` over samples :math:`f_s`.
+
+    Args:
+        samples: Outputs ``[S, n, C]``, or an iterable of outputs ``[n, C]``, of which only one at a
+            time is kept.
+
+    Returns:
+        Log-probabilities ``[n, C]``.
+
+    Example:
+        >>> samples = torch.tensor([[[0.0, 200.0]], [[0.0, 0.0]]])
+        >>> mean_log_probabilities(samples).exp()
+        tensor([[0.2500, 0.7500]])
+    """
+    if isinstance(samples, Tensor):
+        total = torch.log_softmax(samples, dim=-1).logsumexp(0)
+    else:
+        total = reduce(torch.logaddexp, (torch.log_softmax(f, dim=-1) for f in samples))
+    # the normalisation divides by S, and takes rounding errors with it
+    return torch.log_softmax(total, dim=-1)
 
 
 def _draw(mean: Tensor, covariance: Tensor, eps: Tensor, diagonal: bool) -> Tensor:
@@ -100,6 +136,7 @@ def root(covariance: Tensor) -> Tensor:
         >>> torch.allclose(L @ L.T, torch.ones(2, 2), atol=1e-6)
         True
     """
+    L: Tensor
     L, info = torch.linalg.cholesky_ex(covariance)
     failed = (info > 0) & torch.isfinite(covariance).all(-1).all(-1)
     if failed.any():
@@ -108,8 +145,8 @@ def root(covariance: Tensor) -> Tensor:
     return L
 
 
-def _bridge(mean: Tensor, covariance: Tensor, normalise: bool) -> Tensor:
-    """Laplace bridge; see the module's docstring."""
+def _log_concentrations(mean: Tensor, covariance: Tensor, normalise: bool) -> Tensor:
+    """Logarithms of the Laplace bridge's concentrations; see the module's docstring."""
     K = mean.shape[-1]
     row = covariance.sum(-1)  # [..., n, C]
     total = row.sum(-1, keepdim=True)
@@ -118,6 +155,7 @@ def _bridge(mean: Tensor, covariance: Tensor, normalise: bool) -> Tensor:
     if normalise:
         scale = variance.mean(-1, keepdim=True) / math.sqrt(K / 2)
         mu, variance = mu / scale.sqrt(), variance / scale
-    spread = torch.exp(mu + torch.logsumexp(-mu, dim=-1, keepdim=True))
-    alpha = (1 - 2 / K + spread / K**2) / variance
-    return alpha / alpha.sum(-1, keepdim=True)
+    log_spread = mu + torch.logsumexp(-mu, dim=-1, keepdim=True) - 2 * math.log(K)
+    if K > 2:  # 1 - 2 / K is zero for two classes
+        log_spread = torch.logaddexp(log_spread, log_spread.new_tensor(math.log(1 - 2 / K)))
+    return log_spread - variance.log()

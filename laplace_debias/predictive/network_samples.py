@@ -7,13 +7,16 @@ parameters and never written to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 from torch.func import functional_call
+
+from laplace_debias.data.inputs import Inputs
+from laplace_debias.network.upstream import last_layer_of
 
 __all__ = ["network_samples"]
 
@@ -22,7 +25,7 @@ def network_samples(
     model: nn.Module,
     names: Sequence[str],
     samples: Tensor,
-    X: Tensor | MutableMapping[str, Any],
+    X: Inputs,
     **model_kwargs: Any,
 ) -> Iterator[Tensor]:
     r"""Outputs :math:`f(X; \theta_s)` of the network for each weight sample :math:`\theta_s`.
@@ -45,11 +48,14 @@ def network_samples(
         >>> [f.item() for f in network_samples(net, ["weight"], samples, torch.ones(1, 2))]
         [1.0, 3.0]
     """
+    root: nn.Module
+    given: Inputs
+    kwargs: dict[str, Any]
     if isinstance(model, FeatureExtractor):
         features = model.forward_with_features(X, **model_kwargs)[1]
-        root, args, kwargs = model.last_layer, (features,), {}
+        root, given, kwargs = last_layer_of(model), features, {}
     else:
-        root, args, kwargs = model, (X,), model_kwargs
+        root, given, kwargs = model, X, model_kwargs
     shapes = [root.get_parameter(name).shape for name in names]
     sizes = [shape.numel() for shape in shapes]
     for sample in samples:
@@ -57,4 +63,4 @@ def network_samples(
         weights = {
             name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)
         }
-        yield functional_call(root, weights, args, kwargs)
+        yield functional_call(root, weights, (given,), kwargs)

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs
-from laplace_debias.predictive.links import check_link, class_probabilities, needs_diagonal_only
+from laplace_debias.predictive.links import (
+    check_link,
+    class_log_probabilities,
+    mean_log_probabilities,
+    needs_diagonal_only,
+)
 from laplace_debias.predictive.predictor import METHODS, StructuredPredictor
 
 Prediction = tuple[Tensor, ...]
@@ -47,7 +52,7 @@ def glm_predictions(
         diagonal_output: Leave out covariances between outputs.
 
     Yields:
-        ``(probabilities [n, C],)`` for classification, ``(mean [n, C], covariance)`` for
+        ``(log-probabilities [n, C],)`` for classification, ``(mean [n, C], covariance)`` for
         regression, with covariances ``[n, C, C]`` or, with ``diagonal_output``, ``[n, C]``.
 
     Raises:
@@ -61,7 +66,7 @@ def glm_predictions(
     if method == "samples" and link_approx == "mc" and not regression and not diagonal:
         _, samples = predictor.samples(x, n_samples, generator)
         for drawn in samples:
-            yield (torch.softmax(drawn, dim=-1).mean(0),)
+            yield (mean_log_probabilities(drawn),)
         return
     if method == "samples":
         result = predictor.sampled(x, n_samples, generator, diagonal)
@@ -72,7 +77,7 @@ def glm_predictions(
         for one in covariance:
             yield result.mean, one
         return
-    probs = class_probabilities(
+    log_probs = class_log_probabilities(
         result.mean,
         covariance,
         link_approx,
@@ -80,5 +85,5 @@ def glm_predictions(
         n_samples=n_samples,
         generator=generator,
     )
-    for one in probs:
+    for one in log_probs:
         yield (one,)

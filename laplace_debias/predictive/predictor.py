@@ -18,7 +18,13 @@ from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs, accumulation_dtype, size_of, take
 from laplace_debias.network.preserve import differentiable
-from laplace_debias.network.upstream import device_of, dtype_of, is_last_layer
+from laplace_debias.network.upstream import (
+    decomposed,
+    device_of,
+    dtype_of,
+    feature_extractor,
+    is_last_layer,
+)
 from laplace_debias.predictive.eigenblocks import (
     EigenBlock,
     PriorPrecisions,
@@ -84,18 +90,19 @@ class StructuredPredictor:
             )
         dtype = accumulation_dtype(dtype_of(la))
         like = torch.empty(0, dtype=dtype, device=device_of(la))
-        current = prior_precisions is None
-        if current:
-            prior_precisions = la.prior_precision.reshape(1, -1)
-        self.deltas, many = prior_grid(prior_precisions, len(la.H), like)
-        self.many = many and not current
+        n_blocks = len(decomposed(la))
+        if prior_precisions is None:
+            self.deltas, _ = prior_grid(la.prior_precision.reshape(1, -1), n_blocks, like)
+            self.many = False
+        else:
+            self.deltas, self.many = prior_grid(prior_precisions, n_blocks, like)
         self.la, self.memory_budget = la, int(memory_budget)
         self.keep_graph = la.enable_backprop if keep_graph is None else keep_graph
         nodes = None
         if not is_last_layer(la) and (self.deltas == self.deltas[:, :1]).all():
             nodes = prior_nodes(self.deltas[:, 0])
         self._coefficients = None if nodes is None else nodes[1]
-        deltas = self.deltas if nodes is None else nodes[0].unsqueeze(1).expand(-1, len(la.H))
+        deltas = self.deltas if nodes is None else nodes[0].unsqueeze(1).expand(-1, n_blocks)
         self.blocks = eigen_blocks(la, deltas, self.memory_budget)
         self.params = [block.param for block in self.blocks]
         self._layers = LayerJacobians(la.model, self.blocks, la.dict_key_x, self.keep_graph)
@@ -199,7 +206,7 @@ class StructuredPredictor:
     def _last_layer(self, x: Inputs, mode: str) -> tuple[Tensor, Tensor]:
         """The closed form of a last layer, from its features."""
         with torch.set_grad_enabled(self.keep_graph):
-            f, phi = self.la.model.forward_with_features(x)
+            f, phi = feature_extractor(self.la.model).forward_with_features(x)
             return f, last_layer_moments(self.blocks, f, phi.to(self.deltas.dtype), mode)
 
 

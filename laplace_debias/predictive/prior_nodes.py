@@ -60,7 +60,8 @@ def prior_nodes(deltas: Tensor) -> tuple[Tensor, Tensor] | None:
     found = _nodes(tuple(deltas.double().tolist()), tolerance)
     if found is None:
         return None
-    return tuple(torch.as_tensor(part, dtype=deltas.dtype, device=deltas.device) for part in found)
+    nodes, coefficients = (torch.as_tensor(part).to(deltas) for part in found)
+    return nodes, coefficients
 
 
 @lru_cache(maxsize=16)
@@ -90,7 +91,7 @@ def _chebyshev(low: float, high: float) -> np.ndarray:
     """Chebyshev points of the logarithm, stretched so that the outermost are the ends."""
     t = -np.cos(np.pi * (np.arange(N_NODES) + 0.5) / N_NODES)
     middle, half = np.log(low * high) / 2, np.log(high / low) / 2
-    return np.exp(middle + half * t / t[-1])
+    return np.asarray(np.exp(middle + half * t / t[-1]))
 
 
 def _coefficients(values: np.ndarray, nodes: np.ndarray) -> tuple[np.ndarray, float]:

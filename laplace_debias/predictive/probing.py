@@ -77,15 +77,16 @@ def data_dims(
     for module in modules:
         dims[module] = []
         for p, q in zip(one[module], two[module], strict=False):
-            sizes = list(zip(p.a.shape, q.a.shape, strict=False))
+            sizes = list(zip(p.kept_input.shape, q.kept_input.shape, strict=False))
             grown = [i for i, (u, v) in enumerate(sizes) if u != v]
-            single = p.a.ndim == q.a.ndim and [sizes[i] for i in grown] == [(1, 2)]
+            same = p.kept_input.ndim == q.kept_input.ndim
+            single = same and [sizes[i] for i in grown] == [(1, 2)]
             dims[module].append(grown[0] if single else None)
     return dims
 
 
 def per_datum_jacobians(
-    model: nn.Module, x: Inputs, params: list[nn.Parameter], key: str, keep_graph: bool = False
+    model: nn.Module, x: Inputs, params: list[Tensor], key: str, keep_graph: bool = False
 ) -> list[Tensor]:
     """Return exact Jacobians ``[n, C, D]`` of some parameters, one datum and output at a time.
 

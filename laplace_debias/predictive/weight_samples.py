@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace_debias.data.inputs import Inputs, size_of, take
 from laplace_debias.network.recorder import Recorder
-from laplace_debias.network.upstream import is_last_layer
+from laplace_debias.network.upstream import feature_extractor, is_last_layer
 from laplace_debias.predictive.eigenblocks import EigenBlock
 
 
@@ -97,7 +97,7 @@ class WeightSampler:
             )
         with torch.set_grad_enabled(self.keep_graph):
             if is_last_layer(self.la):
-                f, phi = self.la.model.forward_with_features(x)
+                f, phi = feature_extractor(self.la.model).forward_with_features(x)
                 return f, self._last_layer(f, phi, n_samples, generator)
             with forward_mode():
                 return self._all_layers(x, n_samples, generator)
@@ -134,8 +134,8 @@ class WeightSampler:
     ) -> tuple[Tensor, Tensor]:
         """Vectorise forward-mode products over samples, in chunks of samples and of data."""
         la, key = self.la, self.la.dict_key_x
-        names = {id(p): name for name, p in la.model.named_parameters()}
-        names = [names[id(block.param)] for block in self.blocks]
+        known = {id(p): name for name, p in la.model.named_parameters()}
+        names = [known[id(block.param)] for block in self.blocks]
         theta = {name: b.param.detach() for name, b in zip(names, self.blocks, strict=True)}
         n = size_of(x, key)
         per_datum = self._bytes_per_datum(take(x, slice(0, 1), key))
@@ -149,7 +149,9 @@ class WeightSampler:
             f = torch.cat([la.model(chunk) for chunk in chunks])
 
         def product(chunk: Inputs, step: dict[str, Tensor]) -> Tensor:
-            return jvp(lambda t: functional_call(la.model, t, (chunk,)), (theta,), (step,))[1]
+            moved = jvp(lambda t: functional_call(la.model, t, (chunk,)), (theta,), (step,))
+            out: Tensor = moved[1]
+            return out
 
         parts = []
         for start in range(0, n_samples, size):

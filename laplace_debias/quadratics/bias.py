@@ -30,6 +30,7 @@ from laplace_debias.quadratics.cg import cg
 from laplace_debias.quadratics.directions import top_eigenvectors
 from laplace_debias.quadratics.quadratic import Quadratic
 from laplace_debias.storage.cells import CellStore
+from laplace_debias.storage.export import tidy
 from laplace_debias.storage.results import SavedResult
 
 KINDS = ("slopes", "curvatures", "magnitudes")
@@ -57,6 +58,12 @@ class DirectionalBias(SavedResult):
     chosen: tuple[int, ...]
     slopes: Tensor
     curvatures: Tensor
+
+    def rows(self) -> tuple[list[str], list[list[Any]]]:
+        """Return names of columns, and one row per choice, mini-batch and direction."""
+        _, M, K = self.slopes.shape
+        labels = {"chosen": self.chosen, "mini_batch": range(M), "direction": range(K)}
+        return tidy(labels, {"slope": self.slopes, "curvature": self.curvatures})
 
     @property
     def magnitudes(self) -> Tensor:
@@ -99,7 +106,8 @@ class DirectionalBias(SavedResult):
         """Return the measured values by name."""
         if kind not in KINDS:
             raise ValueError(f"Expected kind in {KINDS}, got {kind!r}. Remedy: pass one of them.")
-        return getattr(self, kind)
+        values: Tensor = getattr(self, kind)
+        return values
 
 
 def choose_directions(
@@ -125,7 +133,7 @@ def choose_directions(
         return top_eigenvectors(quadratic, k).vectors, None
     if directions == "cg":
         solution = cg(quadratic, max_iter=k, rtol=0.0)
-        return solution.directions, solution.magnitudes
+        return solution.unit_directions, solution.magnitudes
     raise ValueError(
         f"Expected directions in {DIRECTIONS}, got {directions!r}. Remedy: pass one of them."
     )

@@ -22,7 +22,7 @@ from another mini-batch: one more product per iteration, two more vectors of mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -69,14 +69,19 @@ class CGSolution:
     single_batch_residuals: Tensor | None = None
 
     @property
-    def iterates(self) -> Tensor:
-        """All ``theta_p - theta_0`` from ``p = 0``, as columns, shape ``[P, I + 1]``."""
+    def unit_directions(self) -> Tensor:
+        """The search directions, ``[P, I]``, or an error if they were not kept."""
         if self.directions is None:
             raise ValueError(
                 "Expected a solution with its directions, got keep_directions=False. "
-                "Only `solution`, the last iterate, is known."
+                "Only `solution`, the last iterate, is known. Remedy: keep_directions=True."
             )
-        steps = self.directions * self.magnitudes
+        return self.directions
+
+    @property
+    def iterates(self) -> Tensor:
+        """All ``theta_p - theta_0`` from ``p = 0``, as columns, shape ``[P, I + 1]``."""
+        steps = self.unit_directions * self.magnitudes
         return torch.cat([torch.zeros_like(self.solution)[:, None], steps.cumsum(1)], 1)
 
 
@@ -100,7 +105,7 @@ class _SearchDirections:
         r = self.g.clone()
         self.residuals.append(r.norm())
         threshold = max(self.rtol, eps) * float(self.residuals[0])
-        s = t = rz = None
+        last: tuple[Tensor, Tensor, Tensor] | None = None  # s, H s and r^T z of the step before
         for p in range(self.max_iter + 1):
             if float(self.residuals[-1]) <= threshold:
                 self.status = CGStatus.CONVERGED
@@ -108,17 +113,17 @@ class _SearchDirections:
             if p == self.max_iter:
                 return
             z = self.preconditioner(r)
-            rz_next = r @ z
-            if not float(rz_next) > 0:
+            rz = r @ z
+            if not float(rz) > 0:
                 raise ValueError(
                     f"Expected a positive definite preconditioner, got r^T M^-1 r = "
-                    f"{float(rz_next):.1e}. Check its sign and symmetry."
+                    f"{float(rz):.1e}. Check its sign and symmetry."
                 )
-            s_next = -z if s is None else -z + (rz_next / rz) * s
-            t_next = _damped_product(self.H, s_next, self.damping)
-            if p == 1:
-                _check_symmetric_pair(s, t, s_next, t_next)
-            s, t, rz = s_next, t_next, rz_next
+            s = -z if last is None else -z + (rz / last[2]) * last[0]
+            t = _damped_product(self.H, s, self.damping)
+            if p == 1 and last is not None:
+                _check_symmetric_pair(*last[:2], s, t)
+            last = s, t, rz
             st = s @ t
             if float(st) <= eps * float(s.norm() * t.norm()):
                 self.status = CGStatus.NEGATIVE_CURVATURE
@@ -236,7 +241,9 @@ def debiased_cg(
         )
     search = _SearchDirections(H, g, max_iter, rtol, damping, preconditioner or torch.clone)
     if side_by_side:
-        pairs = ((d, _damped_product(H_tilde, d, damping)) for d, _ in search)
+        pairs: Iterable[tuple[Tensor, Tensor]] = (
+            (d, _damped_product(H_tilde, d, damping)) for d, _ in search
+        )
     else:
         D = _columns([d for d, _ in search], g)
         HD = _damped_product(H_tilde, D, damping) if D.shape[1] else D
@@ -289,7 +296,13 @@ def _check_problem(
     H: SymmetricOperator, g: Tensor | None, max_iter: int, rtol: float, damping: float
 ) -> Tensor:
     """Return the gradient after all checks that cost no product."""
-    g = H.gradient if g is None else g
+    if g is None:
+        g = getattr(H, "gradient", None)
+        if not isinstance(g, Tensor):
+            raise ValueError(
+                f"Expected a gradient, got None and a {type(H).__name__} without one. Remedy: pass "
+                "it, or a Quadratic, which has its own."
+            )
     if g.ndim != 1 or tuple(H.shape) != (len(g), len(g)):
         raise ValueError(
             f"Expected a gradient [P] and a curvature (P, P), got {tuple(g.shape)} and "

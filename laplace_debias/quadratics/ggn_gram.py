@@ -12,14 +12,15 @@ of the work of a GGN-vector product.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
-from curvlinops import JacobianLinearOperator
 from torch import Tensor, nn
 from torch.func import jacrev, jvp, vmap
 
-from laplace_debias.data.chunks import Chunk, batch_size
+from laplace_debias.data.chunks import Chunk
+from laplace_debias.data.inputs import size_of
+from laplace_debias.quadratics.operators import jacobian_products
 
 
 def loss_hessian_products(loss: nn.Module, outputs: Tensor, y: Tensor, V: Tensor) -> Tensor:
@@ -40,14 +41,16 @@ def loss_hessian_products(loss: nn.Module, outputs: Tensor, y: Tensor, V: Tensor
         tensor([2., 2., 2.])
     """
     loss_gradient = jacrev(lambda f: loss(f, y))
-    return vmap(lambda v: jvp(loss_gradient, (outputs,), (v,))[1], in_dims=-1, out_dims=-1)(V)
+    product = vmap(lambda v: jvp(loss_gradient, (outputs,), (v,))[1], in_dims=-1, out_dims=-1)
+    HV: Tensor = product(V)
+    return HV
 
 
 @torch.no_grad()
 def ggn_gram(
     model: nn.Module,
     loss: nn.Module,
-    params: list[nn.Parameter],
+    params: Sequence[nn.Parameter],
     chunks: Iterable[Chunk],
     num_data: int,
     D: Tensor,
@@ -76,15 +79,11 @@ def ggn_gram(
     device = params[0].device
     gram = D.new_zeros(D.shape[1], D.shape[1])
     for X, y in chunks:
-        m = batch_size(X)
+        m = size_of(X)
         X, y = X.to(device) if isinstance(X, Tensor) else X, y.to(device)
         outputs = model(X)
-        J = JacobianLinearOperator(
-            model, params, [(X, y)], check_deterministic=False, num_data=m, batch_size_fn=batch_size
-        )
-        # [m * C, K] -> [m, ..., K]
-        JD = torch.cat([J @ columns for columns in D.split(max_columns, dim=1)], dim=1)
-        JD = JD.reshape(*outputs.shape, -1)
+        JD = jacobian_products(model, params, X, y, D, max_columns)  # [m * C, K]
+        JD = JD.reshape(*outputs.shape, -1)  # [m, ..., K]
         HJD = loss_hessian_products(loss, outputs, y, JD)
         gram += (m / num_data) * (JD.flatten(0, -2).T @ HJD.flatten(0, -2))
     return (gram + gram.T) / 2

@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from curvlinops import FisherType, GGNLinearOperator, HessianLinearOperator, KFACLinearOperator
 from torch import Tensor, nn
 
-from laplace_debias.data.chunks import Chunk, Chunks, batch_size
+from laplace_debias.data.chunks import Chunk, Chunks
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.quadratics.directions import normalize_directions
 from laplace_debias.quadratics.ggn_gram import ggn_gram
+from laplace_debias.quadratics.operators import Curvature, curvature_operator
 from laplace_debias.quadratics.restriction import RestrictedQuadratic
-
-CURVATURES = ("ggn", "hessian", "kfac")
 
 
 class Quadratic:
@@ -74,17 +72,13 @@ class Quadratic:
         loss: nn.Module,
         data: Chunk | Iterable[Chunk],
         *,
-        curvature: str = "ggn",
+        curvature: Curvature = "ggn",
         l2: float = 0.0,
         regularize_biases: bool = True,
         chunk_size: int | None = None,
         max_columns: int = 16,
     ):
         """Check the input and keep references; see the class."""
-        if curvature not in CURVATURES:
-            raise ValueError(
-                f"Expected curvature in {CURVATURES}, got {curvature!r}. Remedy: pass one of them."
-            )
         _check_loss(loss)
         if not 0 <= l2 < float("inf"):
             raise ValueError(
@@ -123,27 +117,11 @@ class Quadratic:
                 for name, p in zip(names, self._params, strict=True)
             ]
         )
-        self._operator = self._make_operator()
-        self._gradient: Tensor | None = None
-        self._constant: Tensor | None = None
-
-    def _make_operator(self) -> GGNLinearOperator | HessianLinearOperator | KFACLinearOperator:
-        """Build curvlinops' operator of the mean loss, without the regulariser."""
-        operator, extra = {
-            "ggn": (GGNLinearOperator, {}),
-            "hessian": (HessianLinearOperator, {}),
-            "kfac": (KFACLinearOperator, {"fisher_type": FisherType.TYPE2}),
-        }[self.curvature]
-        return operator(
-            self._model,
-            self._loss,
-            self._params,
-            self._chunks,
-            check_deterministic=False,
-            num_data=self.num_data,
-            batch_size_fn=batch_size,
-            **extra,
+        # the mean loss's, without the regulariser
+        self._operator = curvature_operator(
+            curvature, self._model, loss, self._params, self._chunks, self.num_data
         )
+        self._gradient_and_constant: tuple[Tensor, Tensor] | None = None
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -156,32 +134,33 @@ class Quadratic:
         with evaluation_mode(self._model), torch.enable_grad():
             yield
 
-    def _evaluate_loss(self) -> None:
+    def _evaluate_loss(self) -> tuple[Tensor, Tensor]:
         """Compute gradient and constant once."""
-        if self._gradient is not None:
-            return
+        if self._gradient_and_constant is not None:
+            return self._gradient_and_constant
         with self._evaluating():
-            gradient, loss = self._operator.gradient_and_loss()
-        gradient = _flatten(gradient)
+            parts, loss = self._operator.gradient_and_loss()
+        gradient = _flatten(parts)
         if not (torch.isfinite(loss) and torch.isfinite(gradient).all()):
             raise ValueError(
                 f"Expected a finite loss and gradient, got a loss of {float(loss)}. "
                 "Look for NaN or infinity in the data and the parameters."
             )
-        self._gradient = gradient + self._l2_diagonal * self.theta0
-        self._constant = loss + 0.5 * (self._l2_diagonal * self.theta0**2).sum()
+        self._gradient_and_constant = (
+            gradient + self._l2_diagonal * self.theta0,
+            loss + 0.5 * (self._l2_diagonal * self.theta0**2).sum(),
+        )
+        return self._gradient_and_constant
 
     @property
     def gradient(self) -> Tensor:
         """Gradient ``g`` of the regularised loss at ``theta_0``, shape ``[P]``."""
-        self._evaluate_loss()
-        return self._gradient
+        return self._evaluate_loss()[0]
 
     @property
     def constant(self) -> Tensor:
         """Regularised loss ``c`` at ``theta_0``, a scalar tensor."""
-        self._evaluate_loss()
-        return self._constant
+        return self._evaluate_loss()[1]
 
     def __matmul__(self, V: Tensor) -> Tensor:
         """Multiply ``H`` onto one vector ``[P]`` or many ``[P, K]``."""
@@ -313,7 +292,7 @@ def _check_targets(loss: nn.Module, chunks: Chunks) -> None:
         )
 
 
-def _flatten(tensors: list[Tensor]) -> Tensor:
+def _flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Copy tensors into one flat vector."""
     return torch.cat([t.detach().flatten() for t in tensors])
 

@@ -18,6 +18,7 @@ from laplace_debias.data.chunks import Chunk, gather, partition
 from laplace_debias.quadratics.bias import choose_directions
 from laplace_debias.quadratics.quadratic import Quadratic
 from laplace_debias.storage.cells import CellStore
+from laplace_debias.storage.export import tidy
 from laplace_debias.storage.results import SavedResult
 
 
@@ -49,6 +50,12 @@ class CurvatureBiasReport(SavedResult):
     other: Tensor
     full: Tensor
 
+    def rows(self) -> tuple[list[str], list[list[Any]]]:
+        """Return names of columns, and one row per batch size, draw and direction."""
+        _, draws, k = self.same.shape
+        labels = {"batch_size": self.batch_sizes, "draw": range(draws), "direction": range(k)}
+        return tidy(labels, {"same": self.same, "other": self.other, "full": self.full})
+
     def overestimation(self, estimate: str = "same", top: int | None = None) -> Tensor:
         """Return estimated over true curvature, summed over draws and directions, shape ``[S]``.
 
@@ -56,20 +63,21 @@ class CurvatureBiasReport(SavedResult):
             estimate: ``"same"`` (one mini-batch) or ``"other"`` (debiased).
             top: How many of the k directions count; ``None``: all.
         """
-        if estimate not in ("same", "other"):
-            raise ValueError(
-                f"Expected estimate 'same' or 'other', got {estimate!r}. Remedy: pass one of them."
-            )
-        return getattr(self, estimate)[..., :top].sum((1, 2)) / self.full[..., :top].sum((1, 2))
+        return self._estimate(estimate)[..., :top].sum((1, 2)) / self.full[..., :top].sum((1, 2))
 
     def relative_error(self, estimate: str = "same") -> Tensor:
         """Return the median of ``|estimate - full| / |full|``, shape ``[S]``."""
-        if estimate not in ("same", "other"):
+        errors = (self._estimate(estimate) - self.full).abs() / self.full.abs()
+        medians: Tensor = errors.flatten(1).median(1).values
+        return medians
+
+    def _estimate(self, name: str) -> Tensor:
+        """The measured curvatures by name."""
+        if name not in ("same", "other"):
             raise ValueError(
-                f"Expected estimate 'same' or 'other', got {estimate!r}. Remedy: pass one of them."
+                f"Expected estimate 'same' or 'other', got {name!r}. Remedy: pass one of them."
             )
-        errors = (getattr(self, estimate) - self.full).abs() / self.full.abs()
-        return errors.flatten(1).median(1).values
+        return self.same if name == "same" else self.other
 
     @property
     def sufficient_batch_size(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.func import functional_call
 
 from laplace_debias.data.chunks import Chunk, Chunks
 from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.storage.export import tidy
 from laplace_debias.storage.results import SavedResult
 
 
@@ -25,6 +27,11 @@ class TrajectoryMetrics(SavedResult):
 
     loss: Tensor
     accuracy: Tensor
+
+    def rows(self) -> tuple[list[str], list[list[Any]]]:
+        """Return names of columns, and one row per iterate."""
+        columns = {"loss": self.loss, "accuracy": self.accuracy}
+        return tidy({"iterate": range(len(self.loss))}, columns)
 
     def best(self) -> int:
         """Return the iterate of the lowest finite loss (the start, if there is none)."""

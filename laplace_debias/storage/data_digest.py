@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, RandomSampler, Subset
 
 from laplace_debias.data.pool import is_map_style
 from laplace_debias.data.reading import as_batches
@@ -72,11 +72,12 @@ def data_hash(data: Iterable[Any], name: str = "data") -> str:
 def _readers(data: Iterable[Any], name: str, remedy: str) -> tuple[Reader, Reader]:
     """Functions that read all mini-batches, and some of them."""
     if not is_map_style(data):
-        batches = as_batches(data)
+        batches = as_batches(data, labelled=False, name=name)
         return lambda: iter(batches), lambda: islice(batches, 1)
     assert isinstance(data, DataLoader)
-    one, two = ([i for batch in data.batch_sampler for i in batch] for _ in range(2))
-    if one != two:  # shuffled
+    one, two = ([i for batch in data.batch_sampler or () for i in batch] for _ in range(2))
+    # two shuffles of few data may agree by chance, so the sampler is asked as well
+    if one != two or isinstance(data.sampler, RandomSampler):
         one, two = sorted(one), sorted(two)
     if one != two:
         raise ValueError(
@@ -90,7 +91,7 @@ def _readers(data: Iterable[Any], name: str, remedy: str) -> tuple[Reader, Reade
     )
 
 
-def _in_order(loader: DataLoader, positions: list[Any], num_workers: int) -> DataLoader:
+def _in_order(loader: DataLoader[Any], positions: list[Any], num_workers: int) -> DataLoader[Any]:
     """The data at some positions of a loader's dataset, as it would collate them."""
     return DataLoader(
         Subset(loader.dataset, positions),
@@ -124,13 +125,15 @@ def _digest(batches: Iterable[Any], name: str) -> tuple[int, str]:
                 f"{type(part).__name__}. Remedy: let `collate_fn` make tensors, or pass `data_id=`."
             )
         digest, last = parts.get(place, (hashlib.sha256(), ""))
-        tensor = isinstance(part, Tensor)
-        kind = f"{part.dtype} {tuple(part.shape[1:])}" if tensor else type(part).__name__
+        if isinstance(part, Tensor):
+            kind, content = f"{part.dtype} {tuple(part.shape[1:])}", tensor_bytes(part)
+        else:
+            kind, content = type(part).__name__, f"{part!r};".encode()
         if kind != last:  # not for each row, lest the batch size counts
             digest.update(kind.encode())
-        digest.update(tensor_bytes(part) if tensor else f"{part!r};".encode())
+        digest.update(content)
         parts[place] = digest, kind
-        return len(part) if tensor and part.ndim else None
+        return len(part) if isinstance(part, Tensor) and part.ndim else None
 
     for batch in batches:
         n += add(batch, "") or 0

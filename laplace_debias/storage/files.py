@@ -40,10 +40,11 @@ def write_content(path: str | Path, content: Any) -> Path:
         ...     read_content(path)
         {'x': tensor([1., 1.]), 'seed': 0}
     """
-    path, arrays = Path(path), {}
+    path = Path(path)
+    arrays: dict[str, Tensor] = {}
     text = _dumps(_split(content, arrays, _TENSOR))
     if path.suffix == ".npz":
-        values = {key: tensor.numpy() for key, tensor in arrays.items()}
+        values: dict[str, Any] = {key: tensor.numpy() for key, tensor in arrays.items()}
         values[_META] = np.array(text)
         return write_atomically(path, lambda file: np.savez_compressed(file, **values))
     if path.suffix == ".json" and not arrays:
@@ -62,7 +63,8 @@ def read_content(path: str | Path) -> Any:
         FileNotFoundError: If there is none.
         ValueError: If the file is cut off, damaged or of another kind; the message names it.
     """
-    path, arrays = Path(path), {}
+    path = Path(path)
+    arrays: dict[str, Tensor] = {}
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as file:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from laplace_debias.storage.export import ExportedResult
 from laplace_debias.storage.files import read_content, write_content
 
 __all__ = ["SavedResult"]
@@ -14,8 +15,10 @@ __all__ = ["SavedResult"]
 Result = TypeVar("Result", bound="SavedResult")
 
 
-class SavedResult:
+class SavedResult(ExportedResult):
     """Gives a frozen dataclass of tensors and plain values ``save`` and ``load``.
+
+    A subclass that says its ``rows`` has the ways out of every other result, too.
 
     Fields may be tensors, plain values (numbers, strings, tuples of them, ``None``) or tuples of
     other results. Nothing is pickled.
@@ -61,13 +64,14 @@ class SavedResult:
                 f"Expected a saved {cls.__name__} in {path}, got {kind}. Remedy: load it with the "
                 "class that saved it."
             )
-        return _result(content)
+        result: Result = _result(content)
+        return result
 
 
 def _content(result: SavedResult) -> dict[str, Any]:
     """A result as nested mappings."""
     fields: dict[str, Any] = {}
-    for field in dataclasses.fields(result):  # type: ignore[arg-type]
+    for field in dataclasses.fields(result):  # type: ignore[arg-type]  # subclasses are dataclasses
         value = getattr(result, field.name)
         if isinstance(value, tuple) and value and isinstance(value[0], SavedResult):
             value = [_content(part) for part in value]
@@ -86,8 +90,9 @@ def _result(content: dict[str, Any]) -> Any:
     return {cls.__name__: cls for cls in _subclasses(SavedResult)}[content["type"]](**fields)
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
     """All classes below a class."""
+    below: type[Any]
     for below in cls.__subclasses__():
         yield below
         yield from _subclasses(below)

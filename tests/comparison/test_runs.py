@@ -1,14 +1,21 @@
-"""Predictions of a comparison against laplace-torch's own, and their metrics by hand."""
+"""Runs of a comparison: against laplace-torch's own, by hand, and on every form of data."""
+
+from __future__ import annotations
+
+import math
 
 import laplace
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from laplace_debias import Laplace, evaluate, sweep_prior_precision
 from laplace_debias.comparison.runs import evaluate_sets, laplace_run, plain_run
-from laplace_debias.posterior.factory import Laplace
+from laplace_debias.data.reading import read
 
 GRID = [0.5, 20.0]
+NAMES = ("accuracy", "nll", "ece", "brier", "mean_entropy")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +34,7 @@ def fitted():
 
 def collect(run, loader, k):
     parts = [[] for _ in range(k)]
-    run(loader, lambda i, probs, y: parts[i].append(probs))
+    run(loader, lambda i, log_probs, y: parts[i].append(log_probs.exp()))
     return [torch.cat(probs) for probs in parts]
 
 
@@ -80,10 +87,10 @@ def test_metrics_of_every_set_by_hand():
     labels = torch.tensor([0, 1, 1])
     uniform = torch.full((2, 2), 0.5, dtype=torch.float64)
 
-    def run(loader, update):
-        for x, y in loader:
+    def run(loader, update, **reading):
+        for x, y in read(loader, torch.device("cpu"), **reading):
             for i in range(2):  # the second prediction knows nothing
-                update(i, x if i == 0 else torch.full_like(x, 0.5), y)
+                update(i, x.log() if i == 0 else torch.full_like(x, 0.5).log(), y)
 
     sets = {"": [(probs, labels)], "far": [(uniform, torch.tensor([0, 1]))], "bare": [uniform]}
     one, two = evaluate_sets(run, sets, 2, n_bins=10)
@@ -98,13 +105,79 @@ def test_metrics_of_every_set_by_hand():
     assert two["far_auroc"] == 0.5 and two["nll"] == pytest.approx(torch.tensor(2.0).log().item())
 
 
-def test_empty_sets_are_named():
-    def run(loader, update):
-        for x, y in loader:
-            update(0, x, y)
+@pytest.fixture
+def problem():
+    torch.manual_seed(0)
+    X = torch.randn(30, 2, dtype=torch.float64)
+    y = (X[:, 0] > 0).long()
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    return model, X, y
 
-    probs = torch.tensor([[0.9, 0.1]])
-    with pytest.raises(ValueError, match="labelled datum in `test_loader`, got none. Remedy"):
-        evaluate_sets(run, {"": []}, 1, 10)
-    with pytest.raises(ValueError, match="the OOD loader 'far', got none. Remedy"):
-        evaluate_sets(run, {"": [(probs, torch.tensor([0]))], "far": []}, 1, 10)
+
+def posterior(model, X, y):
+    la = Laplace(model, "classification", "all", "kron", debias="single")
+    la.fit((X, y), n_data=100)
+    return la
+
+
+def test_plain_is_the_evaluation_of_the_model(problem):
+    model, X, y = problem
+    (values,) = evaluate_sets(plain_run(model), {"": (X, y), "ood": 5 * X}, 1, 15)
+    report = evaluate(model, (X, y), ood_loader=5 * X)
+    assert {name: values[name] for name in NAMES} == {name: getattr(report, name) for name in NAMES}
+    assert values["ood_auroc"] == report.ood.auroc
+    assert values["ood_mean_entropy"] == report.ood.mean_entropy
+    assert set(values) == {*NAMES, "ood_auroc", "ood_mean_entropy"}
+
+
+@pytest.mark.parametrize("gap", [1.0, 1e4], ids=["ordinary", "underflowing"])
+def test_posteriors_have_the_sweeps_values(problem, gap):
+    model, X, y = problem
+    with torch.no_grad():
+        model[2].weight *= gap
+    la = posterior(model, X, y)
+    grid = [delta * gap**2 for delta in GRID]
+    values = evaluate_sets(laplace_run([la], grid, "probit", 1, 0), {"": [(X, y)]}, 2, 15)
+    swept = sweep_prior_precision(la, [(X, y)], grid, metrics=NAMES).values
+    for name in NAMES:
+        assert [row[name] for row in values] == pytest.approx(swept[name], rel=1e-12)
+    if gap > 1:
+        assert 708 < values[-1]["nll"] < math.inf
+
+
+def test_every_form_of_a_set_gives_the_same_values(problem):
+    model, X, y = problem
+    run = plain_run(model)
+    (expected,) = evaluate_sets(run, {"": [(X, y)], "ood": [(5 * X, y)]}, 1, 15)
+    data = TensorDataset(X, y)
+    for test, ood in (((X, y), (5 * X, y)), (DataLoader(data, 30), [[5 * X, y]])):
+        assert evaluate_sets(run, {"": test, "ood": ood}, 1, 15) == [expected]
+    unlabelled = DataLoader(TensorDataset(5 * X), batch_size=30)
+    (found,) = evaluate_sets(run, {"": (X, y), "ood": unlabelled}, 1, 15)
+    assert found["ood_auroc"] == expected["ood_auroc"] and "ood_nll" not in found
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (lambda X, y: {"": []}, "at least one labelled datum in `test_loader`"),
+        (lambda X, y: {"": [X]}, "with targets, got a tensor of shape"),
+        (lambda X, y: {"": (X, y), "far": []}, r"at least one datum in `ood_loader\['far'\]`"),
+        (lambda X, y: {"": (X * math.nan, y)}, "finite inputs, got 60"),
+        (lambda X, y: {"": (X, y + 5)}, "class indices in"),
+    ],
+)
+def test_bad_sets_are_refused_with_a_remedy(problem, sets, message):
+    model, X, y = problem
+    for run in (plain_run(model), laplace_run([posterior(model, X, y)], [1.0], "probit", 1, 0)):
+        with pytest.raises(ValueError, match=rf"Expected.*{message}.*Remedy"):
+            evaluate_sets(run, sets(X, y), 1, 15)
+
+
+def test_posteriors_are_numbered_one_after_the_other(problem):
+    model, X, y = problem
+    las = [posterior(model, X[:n], y[:n]) for n in (10, 30)]
+    values = evaluate_sets(laplace_run(las, GRID, "mc", 5, 0), {"": (X, y)}, 4, 15)
+    alone = [evaluate_sets(laplace_run([la], GRID, "mc", 5, 0), {"": (X, y)}, 2, 15) for la in las]
+    for found, expected in zip(values, alone[0] + alone[1], strict=True):
+        assert found == pytest.approx(expected, rel=1e-9)

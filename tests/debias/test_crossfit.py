@@ -247,7 +247,7 @@ def test_bad_use():
     with pytest.raises(ValueError, match="for 5 folds.*Remedy"):
         crossfitted(MLP, stream(X, y, 10), n_data=30, n_folds=5)
     for sampling in ("uniform", "curvature"):
-        with pytest.raises(ValueError, match="got 0 from the loader"):
+        with pytest.raises(ValueError, match="datum in `train_loader`, got an empty loader"):
             crossfitted(MLP, [], n_data=30, sampling=sampling)
     with pytest.raises(ValueError, match="between 1 and 30 data from a pool of 30"):
         crossfitted(MLP, loader(X, y, 10), sampling="curvature", n_curvature=80)

@@ -13,6 +13,7 @@ from torch import nn
 
 from laplace_debias.evaluation.grid_search import gridsearch_prior_precision
 from laplace_debias.evaluation.sweep import sweep_prior_precision
+from laplace_debias.predictive import predictions
 from tests.fitted_predictive import (
     double_precision,  # noqa: F401
     fitted_mlp,
@@ -87,3 +88,39 @@ def test_empty_loaders():
         gridsearch_prior_precision(la, [], pred_type="nn", link_approx="mc", grid_size=1)
     with pytest.raises(ValueError, match="None"):
         gridsearch_prior_precision(la, None)
+
+
+def test_nan_losses_are_never_chosen(monkeypatch):
+    la, loader = fitted_mlp()
+    options = {"grid_size": 3, "log_prior_prec_min": -1, "log_prior_prec_max": 1}
+    original = predictions.glm_predictions
+
+    def broken(*args, **kwargs):
+        for i, (log_probs,) in enumerate(original(*args, **kwargs)):
+            yield (log_probs * math.nan if i == 1 else log_probs,)
+
+    monkeypatch.setattr("laplace_debias.evaluation.sweep.glm_predictions", broken)
+    losses = {
+        "default": None,
+        "metric": RunningNLLMetric(),
+        "function": lambda p, y: (p.argmax(-1) != y).double().mean(),
+    }
+    for name, loss in losses.items():
+        result = gridsearch_prior_precision(la, loader, loss=loss, **options)
+        assert result.nan_points("loss") == (1,), name
+
+
+def test_one_mini_batch_is_enough():
+    la, loader = fitted_mlp()
+    pair = loader.dataset.tensors
+    for options in ({}, {"pred_type": "nn", "n_samples": 3, "generator": None}):
+        torch.manual_seed(0)
+        expected = gridsearch_prior_precision(la, [pair], grid_size=2, **options)
+        torch.manual_seed(0)
+        found = gridsearch_prior_precision(la, pair, grid_size=2, **options)
+        assert found.values == expected.values
+    assert found.link_approx == "mc"
+    with pytest.raises(ValueError, match="with targets, got a tensor"):
+        gridsearch_prior_precision(la, [pair[0]], grid_size=2)
+    with pytest.raises(ValueError, match="class indices in"):
+        gridsearch_prior_precision(la, (pair[0], pair[1] + 3), pred_type="nn", grid_size=2)

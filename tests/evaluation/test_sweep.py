@@ -1,12 +1,8 @@
-"""Sweeps and their results against slow loops that are plainly right."""
+"""Sweeps against slow loops that are plainly right, and what they make of NaN."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
-import warnings
 
 import pytest
 import torch
@@ -17,8 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from laplace_debias.evaluation.sweep import default_grid, sweep_prior_precision
-from laplace_debias.evaluation.sweep_metrics import GaussianNLL
-from laplace_debias.evaluation.sweep_result import SweepResult
+from laplace_debias.predictive import predictions
 from tests.fitted_predictive import (
     double_precision,  # noqa: F401
     fitted_mlp,
@@ -98,7 +93,7 @@ def test_metrics_are_fresh_for_every_point_and_the_users_is_untouched():
     mine.update(torch.tensor([0, 0]), torch.tensor([1, 1]))
     result = sweep_prior_precision(la, loader, GRID, metrics={"mine": mine})
     by_name = sweep_prior_precision(la, loader, GRID, metrics=["accuracy", "ece"])
-    assert result.values["mine"] == by_name.values["accuracy"]
+    assert result.values["mine"] == pytest.approx(by_name.values["accuracy"], rel=1e-6)
     assert result.higher_is_better == {"mine": True}
     assert by_name.higher_is_better == {"accuracy": True, "ece": False}
     assert mine.compute().item() == 0.0
@@ -135,53 +130,6 @@ def test_mappings_in_the_loader():
     assert sweep_prior_precision(la, mappings, GRID).values["nll"] == pytest.approx(expected)
 
 
-def test_gaussian_nll_is_nan_without_a_density():
-    metric = GaussianNLL(0.1)
-    metric.update(torch.zeros(1, 2), -torch.eye(2).unsqueeze(0), torch.zeros(1, 2))
-    assert math.isnan(metric.compute())
-
-
-def test_nan_points_are_reported_and_never_chosen():
-    nan = float("nan")
-    grid = torch.tensor([0.1, 1.0, 10.0, 100.0])
-    result = SweepResult(grid, {"nll": (nan, 0.5, 0.4, 0.6)}, {"nll": False}, 1, "probit")
-    with pytest.warns(UserWarning, match="NaN at grid points"):
-        assert result.best("nll").item() == 10.0
-    assert result.nan_points("nll") == (0,)
-    empty = SweepResult(grid, {"nll": (nan,) * 4}, {"nll": False}, 1, "probit")
-    with pytest.raises(ValueError, match="NaN"):
-        empty.best("nll")
-
-
-def test_best_follows_the_direction_and_warns_on_the_edge():
-    grid = torch.tensor([0.1, 1.0, 10.0])
-    values = {"nll": (0.3, 0.2, 0.4), "accuracy": (0.3, 0.2, 0.4)}
-    result = SweepResult(grid, values, {"nll": False, "accuracy": True}, 1, "probit")
-    assert result.best("nll").item() == 1.0
-    with pytest.warns(UserWarning, match="edge.*larger"):
-        assert result.best("accuracy").item() == 10.0
-    unsorted = SweepResult(grid[[1, 0, 2]], {"nll": (0.1, 0.2, 0.3)}, {"nll": False}, 1, "probit")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert unsorted.best("nll").item() == 1.0
-    with pytest.raises(ValueError, match="ece"):
-        result.best("ece")
-
-
-def test_tables_and_files(tmp_path):
-    grid = torch.tensor([0.1, 1.0])
-    result = SweepResult(grid, {"nll": (0.3, float("nan"))}, {"nll": False}, 7, "probit")
-    assert len(str(result).splitlines()) == 3
-    rows = list(csv.reader(io.StringIO(result.to_csv(tmp_path / "sweep.csv"))))
-    assert rows[0] == ["prior_precision", "nll"] and float(rows[1][1]) == 0.3
-    content = json.loads(result.to_json(tmp_path / "sweep.json"))
-    assert content["values"]["nll"] == [0.3, None] and content["n_data"] == 7
-    assert (tmp_path / "sweep.csv").read_text() == result.to_csv()
-    assert json.loads((tmp_path / "sweep.json").read_text()) == content
-    layerwise = SweepResult(torch.ones(2, 3), {"nll": (1.0, 2.0)}, {"nll": False}, 7, None)
-    assert layerwise.to_csv().startswith("prior_precision_0,prior_precision_1")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -203,3 +151,92 @@ def test_bad_input_leaves_everything_as_it_was(change, message):
     with pytest.raises(ValueError, match=message):
         sweep_prior_precision(la, loader, arguments.pop("prior_precisions"), **arguments)
     assert la.prior_precision.tolist() == [5.0]
+
+
+def nan_at(monkeypatch, point, where=0):
+    """Put a NaN into the first row of one grid point's predictions."""
+    original = predictions.glm_predictions
+
+    def broken(*args, **kwargs):
+        for i, prediction in enumerate(original(*args, **kwargs)):
+            if i == point:
+                prediction = tuple(part.clone() for part in prediction)
+                prediction[where][0] = math.nan
+            yield prediction
+
+    monkeypatch.setattr("laplace_debias.evaluation.sweep.glm_predictions", broken)
+
+
+def test_a_nan_prediction_makes_its_grid_point_nan_in_every_metric(monkeypatch):
+    la, loader = fitted_mlp()
+    # every label is 0, the argmax of NaN
+    batches = [(x, torch.zeros_like(y)) for x, y in loader]
+    names = ["accuracy", "nll", "ece", "brier", "mean_entropy"]
+    expected = sweep_prior_precision(la, batches, GRID, metrics=names)
+    mine = {"mine": torchmetrics.classification.MulticlassAccuracy(3, average="micro")}
+    nan_at(monkeypatch, 1)
+    result = sweep_prior_precision(la, batches, GRID, metrics=names)
+    for name in names:
+        assert result.nan_points(name) == (1,), name
+        assert result.values[name][::2] == expected.values[name][::2]
+    assert sweep_prior_precision(la, batches, GRID, metrics=mine).nan_points("mine") == (1,)
+    with pytest.warns(UserWarning, match="NaN at grid points"):
+        assert result.best_index("accuracy") != 1
+
+
+@pytest.mark.parametrize("where", [0, 1], ids=["mean", "covariance"])
+def test_a_nan_regression_makes_its_grid_point_nan_in_every_metric(monkeypatch, where):
+    la, loader = fitted_mlp(likelihood="regression")
+    names = ["nll", "rmse", "mse", "coverage_50", "coverage_90", "coverage_95"]
+    nan_at(monkeypatch, 2, where)
+    result = sweep_prior_precision(la, loader, GRID, metrics=names)
+    for name in names:
+        assert result.nan_points(name) == (2,), name
+
+
+def test_nan_outputs_of_the_network_are_nan_everywhere():
+    la, loader = fitted_mlp()
+    with torch.no_grad():
+        la.model[2].bias[1] = math.nan
+    result = sweep_prior_precision(la, loader, GRID, metrics=["accuracy", "ece"])
+    assert result.nan_points("accuracy") == result.nan_points("ece") == (0, 1, 2)
+    with pytest.raises(ValueError, match="NaN for 'accuracy' at all 3.*Remedy"):
+        result.best("accuracy")
+
+
+def test_one_mini_batch_is_enough():
+    la, loader = fitted_mlp()
+    pair = loader.dataset.tensors
+    expected = sweep_prior_precision(la, [pair], GRID).values
+    assert sweep_prior_precision(la, pair, GRID).values == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, y: [x], r"`\(X, y\)` with targets, got a tensor of shape \[20, 4\]"),
+        (lambda x, y: [(x * math.nan, y)], "finite inputs, got 80 NaN"),
+        (lambda x, y: [(x, y + 3)], r"class indices in \[0, 2\].*got values in \[3, 5\]"),
+        (lambda x, y: [(x, y.double())], "integer dtype"),
+        (lambda x, y: [(x, y[:7])], "20 targets for as many data, got 7"),
+        (lambda x, y: [(x.numpy(), y)], "got ndarray"),
+    ],
+)
+def test_bad_data_are_refused_with_a_remedy(change, message):
+    la, loader = fitted_mlp()
+    with pytest.raises(ValueError, match=rf"Expected.*{message}.*Remedy"):
+        sweep_prior_precision(la, change(*loader.dataset.tensors), GRID)
+
+
+def test_underflowing_probabilities_have_a_finite_nll():
+    la, loader = fitted_mlp()
+    with torch.no_grad():
+        la.model[2].weight *= 1e5
+    la.prior_precision = 1e12
+    x, y = loader.dataset.tensors
+    assert (la(x)[range(20), y] == 0).any()
+    (found,) = sweep_prior_precision(la, (x, y), [1e12]).values["nll"]
+    f, S = la._glm_predictive_distribution(x)
+    scores = f / (1 + math.pi / 8 * S.diagonal(dim1=1, dim2=2)).sqrt()
+    assert found == pytest.approx(-scores.log_softmax(-1)[range(20), y].mean().item(), rel=1e-9)
+    assert found > 708  # -log of the smallest normal number

@@ -40,11 +40,11 @@ def test_loader_with_one_batch():
 @pytest.mark.parametrize("subset", ["all", "last_layer"])
 def test_empty_loader(subset):
     empty = DataLoader(TensorDataset(*MLP.data(3)), batch_size=5, drop_last=True, shuffle=True)
-    with says("two mini-batches.*got 0"):
+    with says("datum in `train_loader`, got an empty"):
         make(subset=subset).fit(empty)
-    with says("at least one mini-batch in `train_loader`, got an empty"):
+    with says("datum in `train_loader`, got an empty"):
         make(subset=subset).fit(empty, curvature_loader=MLP.data(3), n_data=9)
-    with says("at least one mini-batch in `curvature_loader`, got an empty"):
+    with says("datum in `curvature_loader`, got an empty"):
         make(subset=subset).fit(MLP.data(3), curvature_loader=empty, n_data=9)
 
 
@@ -168,7 +168,7 @@ def test_other_likelihoods():
 
 
 def test_batches_that_are_no_pairs():
-    with says("mini-batches `.X, y.` or mappings, got Tensor"):
+    with says("mini-batches `.X, y.` with targets, got a tensor of shape .3, 3."):
         make().fit([torch.randn(3, 3), torch.randn(3, 3), torch.randn(3, 3)], n_data=20)
     with says("under the key 'labels'.*got the keys"):
         make().fit([{"x": torch.randn(3, 3)}, {"x": torch.randn(3, 3)}], n_data=20)
@@ -285,7 +285,7 @@ def test_scales_must_be_positive(subset):
 
 def test_things_that_are_no_tensors():
     X, y = MLP.data(6)
-    with says("mini-batches of tensors, got ndarray"):
+    with says("inputs of a mini-batch as a tensor or a mapping, got ndarray"):
         make().fit([(X.numpy(), y.numpy())] * 2, n_data=20)
     la = make()
     with says("loader of mini-batches, got the dataset TensorDataset"):

@@ -10,14 +10,10 @@ from laplace.baselaplace import KronLaplace
 from laplace.lllaplace import KronLLLaplace
 
 from laplace_debias.posterior.kron import DebiasedKronLaplace, DebiasedKronLLLaplace
-from laplace_debias.predictive.links import class_probabilities, root
-from laplace_debias.predictive.predictor import linearized_predictive
 from tests.fitted_predictive import (
     double_precision,  # noqa: F401
     fitted_mlp,
 )
-
-GRID = [0.05, 1.0, 30.0]
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -81,31 +77,3 @@ def test_sampled_calls_converge_to_exact_ones_and_follow_the_generator(cls, link
     la.predictive_method = "guess"
     with pytest.raises(ValueError, match="guess"):
         la(x)
-
-
-def test_probabilities_for_many_covariances_at_once():
-    la, loader = fitted_mlp()
-    x = loader.dataset.tensors[0]
-    many = linearized_predictive(la, x, GRID)
-    for link in ("probit", "mc", "bridge", "bridge_norm"):
-        probs = class_probabilities(
-            many.mean, many.covariance, link, generator=torch.Generator().manual_seed(0)
-        )
-        assert probs.shape == (3, 20, 3)
-        torch.testing.assert_close(probs.sum(-1), torch.ones(3, 20))
-        for i in range(3):
-            one = class_probabilities(
-                many.mean, many.covariance[i], link, generator=torch.Generator().manual_seed(0)
-            )
-            torch.testing.assert_close(one, probs[i])
-    with pytest.raises(ValueError, match="link_approx"):
-        class_probabilities(many.mean, many.covariance, "logit")
-
-
-def test_root_of_singular_and_nan_covariances():
-    v = torch.randn(5, 4, 1)
-    singular = v @ v.mT
-    singular[0] = 2 * torch.eye(4)
-    L = root(singular)
-    torch.testing.assert_close(L @ L.mT, singular)
-    assert root(torch.full((1, 2, 2), float("nan"))).isnan().any()

@@ -1,0 +1,110 @@
+"""Predictions of anything that can be evaluated, in one form.
+
+A prediction is ``(log-probabilities [n, C],)`` for classification and ``(mean [n, D],
+(co)variance)``, without observation noise, for regression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from laplace.baselaplace import BaseLaplace
+from torch import Tensor, nn
+
+from laplace_debias.data.inputs import Inputs
+from laplace_debias.network.loss import Likelihood, likelihood_name
+from laplace_debias.predictive.predictions import Prediction
+
+__all__ = ["LogProbabilities", "Predict", "laplace_predictor", "model_predictor"]
+
+Predict = Callable[[Inputs], Prediction]
+
+
+@runtime_checkable
+class LogProbabilities(Protocol):
+    """A posterior that knows its log-probabilities, not just their exponentials."""
+
+    def log_probabilities(self, x: Inputs, **options: Any) -> Tensor:
+        """Return log-probabilities ``[n, C]``; options as those of ``la(x)``."""
+        ...
+
+
+def model_predictor(model: nn.Module, likelihood: Likelihood) -> Predict:
+    """Predictions of a plain network, without any uncertainty about its weights.
+
+    Args:
+        model: The network; its outputs are logits, or means.
+        likelihood: ``"classification"`` or ``"regression"``.
+
+    Returns:
+        A function of inputs.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> (log_probs,) = model_predictor(model, "classification")(torch.zeros(4, 3))
+        >>> log_probs.shape
+        torch.Size([4, 2])
+    """
+
+    @torch.no_grad()
+    def predict(X: Inputs) -> Prediction:
+        output = model(X)
+        if likelihood == "classification":
+            return (output.log_softmax(-1),)
+        return output, torch.zeros_like(output)
+
+    return predict
+
+
+def laplace_predictor(
+    la: BaseLaplace,
+    pred_type: str | None = None,
+    link_approx: str = "probit",
+    n_samples: int = 100,
+    generator: torch.Generator | None = None,
+) -> Predict:
+    """Predictions of a Laplace approximation, ours or laplace-torch's.
+
+    laplace-torch's own return probabilities: their logarithm is minus infinity where one underflows
+    to 0.
+
+    Args:
+        la: A fitted approximation.
+        pred_type: ``"glm"`` or ``"nn"``; its own default if not given.
+        link_approx: The link, for classification; ``"nn"`` knows ``"mc"`` only, and takes it.
+        n_samples: Number of samples, if any.
+        generator: Source of random numbers; the global one by default.
+
+    Returns:
+        A function of inputs.
+
+    Example:
+        >>> from laplace import Laplace
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> data = TensorDataset(torch.randn(8, 3), torch.randint(2, (8,)))
+        >>> la = Laplace(nn.Linear(3, 2), "classification", "all", "kron")
+        >>> la.fit(DataLoader(data, batch_size=8))
+        >>> (log_probs,) = laplace_predictor(la)(torch.zeros(4, 3))
+        >>> log_probs.shape
+        torch.Size([4, 2])
+    """
+    options: dict[str, Any] = {"n_samples": n_samples}
+    if pred_type is not None:
+        options["pred_type"] = pred_type
+    if generator is not None:
+        options["generator"] = generator
+    regression = likelihood_name(la.likelihood) == "regression"
+    options["link_approx"] = "mc" if pred_type == "nn" else link_approx
+
+    def predict(X: Inputs) -> Prediction:
+        if isinstance(la, LogProbabilities) and not regression:
+            return (la.log_probabilities(X, **options),)
+        output: Any = la(X, **options)
+        if regression:
+            mean, variance = output
+            return mean, variance
+        return (output.log(),)
+
+    return predict

@@ -1,0 +1,280 @@
+"""Streams of predictions and targets, mini-batch by mini-batch, into reports.
+
+Predictions that are none (NaN, rows that do not sum to one, variances that are not positive) are
+refused; what was added before stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.aggregation import CatMetric
+
+from laplace_debias.data.reading import check_targets
+from laplace_debias.evaluation.metrics import ECE, MeanOverData, entropy_auroc, predictive_entropy
+from laplace_debias.evaluation.regression import with_noise
+from laplace_debias.evaluation.reports import (
+    ClassificationReport,
+    OODReport,
+    RegressionReport,
+    adaptive_bins,
+    equal_width_bins,
+)
+from laplace_debias.evaluation.table import LEVELS, metric_table
+
+__all__ = ["CalibrationMetrics", "RegressionMetrics"]
+
+
+def _check_form(values: Tensor) -> None:
+    """Raise unless values have the form of class predictions, without NaN."""
+    if values.ndim < 2 or values.shape[-1] < 2 or not values.is_floating_point():
+        raise ValueError(
+            "Expected floating-point class predictions of shape [N, C] with C >= 2, got "
+            f"{values.dtype} of shape {list(values.shape)}. Remedy: for one logit f per datum pass "
+            "`logsigmoid(torch.stack([-f, f], -1))`."
+        )
+    if values.isnan().any():
+        rows = values.isnan().flatten(0, -2).any(-1)
+        raise ValueError(
+            f"Expected predictions without NaN, got some in {int(rows.sum())} of {len(rows)} rows. "
+            "Remedy: check the inputs, the model's outputs, and the prior precision of a Laplace "
+            "approximation."
+        )
+
+
+class CalibrationMetrics:
+    """Accumulate class predictions and labels into a report.
+
+    Accuracy, NLL and Brier score are running sums; ECE, bins and AUROC need the confidence and the
+    entropy of every datum and keep no more than that.
+
+    Args:
+        n_bins: Number of bins of the ECE and of both kinds of reliability bins.
+
+    Attributes:
+        n_data: Number of in-distribution predictions added.
+        n_ood: Number of out-of-distribution predictions added.
+        n_classes: Number of classes, ``None`` before the first prediction.
+
+    Raises:
+        ValueError: If ``n_bins`` is not positive.
+
+    Example:
+        >>> metrics = CalibrationMetrics()
+        >>> metrics.update(torch.tensor([[0.75, 0.25], [0.5, 0.5]]).log(), torch.tensor([0, 0]))
+        >>> report = metrics.compute()
+        >>> report.accuracy, round(report.brier, 4), round(report.ece, 4)
+        (1.0, 0.3125, 0.375)
+    """
+
+    def __init__(self, n_bins: int = 15) -> None:
+        """Start empty; the number of classes is learnt from the first mini-batch."""
+        table = metric_table("classification", n_bins=n_bins)
+        self._metrics: dict[str, Metric] = {name: make() for name, make in table.items()}
+        self._entropies, self._ood_entropies = (CatMetric(nan_strategy="error") for _ in range(2))
+        self.n_bins = n_bins
+        self.n_classes: int | None = None
+        self.n_data = self.n_ood = 0
+
+    def update(self, log_probs: Tensor, labels: Tensor) -> None:
+        """Add in-distribution predictions.
+
+        Args:
+            log_probs: Log-probabilities of the classes, ``[N, C]`` or ``[N, ..., C]``.
+            labels: Class indices, ``[N]`` or ``[N, ...]``.
+
+        Raises:
+            ValueError: If they are not log-probabilities and labels. Nothing was added then.
+        """
+        checked = self._checked(log_probs)  # [n, C]
+        if len(labels) != len(log_probs):
+            raise ValueError(
+                f"Expected {len(log_probs)} labels, one per prediction, got {len(labels)}. Remedy: "
+                "check that inputs and labels belong together."
+            )
+        if len(checked) == 0:
+            return
+        check_targets(labels, log_probs.shape, "classification")
+        labels = labels.detach().flatten().long().to(checked.device)
+        self._start(checked)
+        for metric in self._metrics.values():
+            metric.update(checked, labels)
+        self._entropies.update(predictive_entropy(checked))
+        self.n_data += len(checked)
+
+    def update_ood(self, log_probs: Tensor) -> None:
+        """Add out-of-distribution predictions, whose labels do not matter.
+
+        Args:
+            log_probs: Log-probabilities of the classes, ``[N, C]`` or ``[N, ..., C]``.
+
+        Raises:
+            ValueError: If they are not log-probabilities. Nothing was added then.
+        """
+        checked = self._checked(log_probs)
+        if len(checked) == 0:
+            return
+        self._start(checked)
+        self._ood_entropies.update(predictive_entropy(checked))
+        self.n_ood += len(checked)
+
+    @property
+    def entropies(self) -> Tensor:
+        """Predictive entropies of the in-distribution data added so far, ``[n_data]``, in nats."""
+        return self._entropies.compute().reshape(-1) if self.n_data else torch.empty(0)
+
+    @property
+    def ood_entropies(self) -> Tensor:
+        """Predictive entropies of the OOD data added so far, ``[n_ood]``, in nats."""
+        return self._ood_entropies.compute().reshape(-1) if self.n_ood else torch.empty(0)
+
+    def compute(self) -> ClassificationReport:
+        """Return the report of everything added so far.
+
+        Raises:
+            ValueError: If no in-distribution prediction was added.
+        """
+        if self.n_data == 0:
+            raise ValueError(
+                "Expected at least one in-distribution prediction, got none. Remedy: call "
+                "`update(log_probs, labels)` first."
+            )
+        # the very numbers that the ECE is computed from
+        ece = self._metrics["ece"]
+        assert isinstance(ece, ECE)
+        confidences, correct = ece.top_label()
+        ood = None
+        if self.n_ood:
+            entropies = self.ood_entropies
+            auroc = entropy_auroc(self.entropies, entropies)
+            ood = OODReport(auroc, entropies.double().mean().item(), len(entropies))
+        return ClassificationReport(
+            n_data=len(confidences),
+            bins=equal_width_bins(confidences, correct, self.n_bins),
+            adaptive_bins=adaptive_bins(confidences, correct, self.n_bins),
+            ood=ood,
+            **{name: metric.compute().item() for name, metric in self._metrics.items()},
+        )
+
+    def _checked(self, log_probs: Tensor) -> Tensor:
+        """Flatten to ``[n, C]``; raise unless every row is a vector of log-probabilities."""
+        _check_form(log_probs)
+        log_probs = log_probs.detach().flatten(0, -2)
+        C = log_probs.shape[-1]
+        if self.n_classes not in (None, C):
+            raise ValueError(
+                f"Expected predictions of {self.n_classes} classes as before, got {C}. "
+                "Remedy: use one `CalibrationMetrics` per model."
+            )
+        off = log_probs.logsumexp(-1).abs().max().item() if len(log_probs) else 0.0
+        if off > max(1e-4, torch.finfo(log_probs.dtype).eps ** 0.5):
+            raise ValueError(
+                "Expected log-probabilities, whose exponentials sum to one, got a row whose sum "
+                f"has the logarithm {off:.4g} in absolute value. Remedy: pass "
+                "`logits.log_softmax(-1)`, or `probs.log()`."
+            )
+        return log_probs.clamp(max=0)  # rounding
+
+    def _start(self, log_probs: Tensor) -> None:
+        """Follow the first prediction's device and number of classes."""
+        if self.n_classes is None:
+            self.n_classes = log_probs.shape[-1]
+            for metric in self._metrics.values():
+                metric.to(log_probs.device)
+            for metric in (self._entropies, self._ood_entropies):
+                metric.to(log_probs.device).set_dtype(log_probs.dtype)
+
+
+class RegressionMetrics:
+    r"""Accumulate Gaussian predictions and targets into a report.
+
+    Args:
+        levels: Levels of the central intervals.
+        sigma_noise: Standard deviation of the observation noise, one number or one per output; 0
+            if the variances contain it.
+
+    Attributes:
+        n_data: Number of predictions added.
+
+    Raises:
+        ValueError: If a level is not between 0 and 1.
+
+    Example:
+        >>> metrics = RegressionMetrics()
+        >>> metrics.update(torch.zeros(2, 1), torch.ones(2, 1), torch.tensor([[0.5], [1.8]]))
+        >>> metrics.compute().coverage
+        {0.5: 0.5, 0.9: 0.5, 0.95: 1.0}
+    """
+
+    def __init__(self, levels: Sequence[float] = LEVELS, sigma_noise: float | Tensor = 0.0) -> None:
+        """Start empty."""
+        table = metric_table("regression", sigma_noise=sigma_noise, levels=levels)
+        self._metrics = {name: make() for name, make in table.items()}
+        self.levels, self.sigma_noise = tuple(levels), sigma_noise
+        self.n_data = 0
+
+    def update(self, mean: Tensor, variance: Tensor, targets: Tensor) -> None:
+        """Add predictions.
+
+        Args:
+            mean: Predictive means, ``[N, D]``.
+            variance: Predictive variances ``[N, D]`` or covariances ``[N, D, D]``.
+            targets: ``[N, D]``.
+
+        Raises:
+            ValueError: If shapes differ, a value is not finite or a variance with observation
+                noise not positive. Nothing was added then.
+        """
+        if mean.ndim != 2 or targets.shape != mean.shape:
+            raise ValueError(
+                f"Expected means and targets of one shape [N, D], got {list(mean.shape)} and "
+                f"{list(targets.shape)}. Remedy: `y.unsqueeze(-1)` for a single output."
+            )
+        if variance.shape not in (mean.shape, (*mean.shape, mean.shape[-1])):
+            raise ValueError(
+                f"Expected variances of shape [N, D] or covariances of shape [N, D, D] for means "
+                f"of shape {list(mean.shape)}, got {list(variance.shape)}. Remedy: "
+                "`variance.unsqueeze(-1)` for a single output."
+            )
+        if len(mean) == 0:
+            return
+        mean, variance, targets = mean.detach(), variance.detach(), targets.detach().to(mean)
+        covariance = with_noise(variance, self.sigma_noise)
+        definite = torch.linalg.cholesky_ex(covariance).info == 0  # [N]
+        for part in (mean, targets, covariance):
+            definite &= torch.isfinite(part).flatten(1).all(-1)
+        if not definite.all():
+            raise ValueError(
+                "Expected finite means, targets and positive definite covariances, got others in "
+                f"{int((~definite).sum())} of {len(mean)} predictions. Remedy: check the data for "
+                "NaN and Inf, and that the observation noise is positive."
+            )
+        if self.n_data == 0:
+            for metric in self._metrics.values():
+                metric.to(mean.device)
+        for metric in self._metrics.values():
+            metric.update(mean, variance, targets)
+        self.n_data += len(mean)
+
+    def compute(self) -> RegressionReport:
+        """Return the report of everything added so far.
+
+        Raises:
+            ValueError: If nothing was added.
+        """
+        if self.n_data == 0:
+            raise ValueError(
+                "Expected at least one prediction, got none. Remedy: call `update` first."
+            )
+        values = {name: metric.compute().item() for name, metric in self._metrics.items()}
+        nll = self._metrics["nll"]
+        assert isinstance(nll, MeanOverData)
+        return RegressionReport(
+            n_data=nll.n_data,
+            nll=values["nll"],
+            rmse=values["rmse"],
+            coverage={level: values[f"coverage_{100 * level:g}"] for level in self.levels},
+        )
