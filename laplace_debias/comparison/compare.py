@@ -152,14 +152,15 @@ def compare(
             return reference.posterior
         if method in custom:
             return custom[method].fit(budget, draw)
-        kwargs = {k: v for k, v in laplace.items() if k not in CrossfitOptions.names()}
         generator = draw_generator(seed, draw)
+        kwargs = {k: v for k, v in laplace.items() if k not in CrossfitOptions.names()}
+        kwargs = {"generator": generator, **kwargs}
         if method == CROSSFIT:  # draws for itself, from all data
             kwargs = {"n_curvature": budget, "generator": generator, **laplace}
             first, second = whole_loader(train_loader, generator), []
         else:
             n_roles = 2 if method == TWO_BATCH else 1
-            first, *second = draw_loaders(train_loader, budget, n_roles, generator)
+            first, *second = draw_loaders(train_loader, budget, n_roles, draw_generator(seed, draw))
         debias = SINGLE if method in (FULL, LARGE) else method
         la = Laplace(model, "classification", hessian_structure="kron", debias=debias, **kwargs)
         if not isinstance(la, DebiasedPosterior):
