@@ -8,8 +8,9 @@ from laplace_debias.evaluation.reports import (
     RegressionReport,
     ReliabilityBins,
 )
-from laplace_debias.evaluation.sweep import default_grid, sweep_prior_precision
+from laplace_debias.evaluation.sweep import default_grid, run_sweep, sweep_prior_precision
 from laplace_debias.evaluation.sweep_result import SweepResult
+from laplace_debias.evaluation.table import fresh_metrics
 
 __all__ = [
     "CalibrationReport",
@@ -21,5 +22,7 @@ __all__ = [
     "SweepResult",
     "default_grid",
     "evaluate",
+    "fresh_metrics",
+    "run_sweep",
     "sweep_prior_precision",
 ]
