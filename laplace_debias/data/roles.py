@@ -49,6 +49,7 @@ class TrainingData:
         """Inputs and targets of mini-batches on the device, checked; by default the loader's."""
         batches = self.loader if batches is None else batches
         for X, y in read(batches, self.device, self.key_y, name=name):
+            assert y is not None  # the reader refuses mini-batches without targets
             yield (X, y) if self.cast is None else (self.cast(X), self.cast(y))
 
     def in_roles(self) -> Iterator[tuple[str, Batch]]:

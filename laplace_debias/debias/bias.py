@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from laplace_debias.storage.export import ExportedResult
 
 __all__ = ["CurvatureBias", "LayerBias", "curvature_bias"]
 
@@ -46,7 +49,7 @@ class LayerBias:
 
 
 @dataclass(frozen=True)
-class CurvatureBias:
+class CurvatureBias(ExportedResult):
     """The curvature bias of every block of a fitted Laplace approximation.
 
     Attributes:
@@ -56,6 +59,11 @@ class CurvatureBias:
 
     layers: tuple[LayerBias, ...]
     fraction: float
+
+    def rows(self) -> tuple[list[str], list[list[Any]]]:
+        """Return names of columns, and one row per layer."""
+        names = [field.name for field in fields(LayerBias)] + ["top_ratio", "bottom_ratio"]
+        return names, [[getattr(layer, name) for name in names] for layer in self.layers]
 
     def __str__(self) -> str:
         """A table with one line per layer."""

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace_debias.storage.export import (
-    rows_to_csv,
-    rows_to_dataframe,
-    to_json_text,
-    write_text,
-)
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
+from laplace_debias.storage.export import ExportedResult
 
 __all__ = [
     "CalibrationReport",
@@ -140,7 +131,7 @@ def _summarise(
 
 
 @dataclass(frozen=True)
-class CalibrationReport:
+class CalibrationReport(ExportedResult):
     """What every report has.
 
     Attributes:
@@ -171,37 +162,10 @@ class CalibrationReport:
         """Return everything as plain dictionaries, lists and numbers."""
         return asdict(self)
 
-    def to_json(self, path: str | Path | None = None) -> str:
-        """Return everything as JSON, bins included, and write it to ``path`` if one is given.
-
-        Args:
-            path: The file; ``NaN`` and infinities are written as
-                :func:`laplace_debias.storage.export.to_json_text` says.
-        """
-        return write_text(to_json_text(self.to_dict()), path)
-
-    def to_csv(self, path: str | Path | None = None) -> str:
-        """Return :meth:`scalars` as CSV with one row, and write it to ``path`` if one is given.
-
-        Args:
-            path: The file.
-
-        Example:
-            >>> print(RegressionReport(n_data=2, nll=1.0, rmse=0.5, coverage={0.9: 1.0}).to_csv())
-            n_data,nll,rmse,coverage_90
-            2,1.0,0.5,1.0
-        """
+    def rows(self) -> tuple[list[str], list[list[Any]]]:
+        """Return the names of :meth:`scalars`, and their values as the only row."""
         numbers = self.scalars()
-        return rows_to_csv(list(numbers), [list(numbers.values())], path)
-
-    def to_dataframe(self) -> DataFrame:
-        """Return :meth:`scalars` as a pandas data frame with one row.
-
-        Raises:
-            ImportError: If pandas, which is optional, is not installed.
-        """
-        numbers = self.scalars()
-        return rows_to_dataframe(list(numbers), [list(numbers.values())])
+        return list(numbers), [list(numbers.values())]
 
     def table(self) -> str:
         """Return one line per number, aligned.

@@ -5,26 +5,17 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
-from laplace_debias.storage.export import (
-    rows_to_csv,
-    rows_to_dataframe,
-    to_json_text,
-    write_text,
-)
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
+from laplace_debias.storage.export import ExportedResult, text_table
 
 __all__ = ["SweepResult"]
 
 
 @dataclass(frozen=True)
-class SweepResult:
+class SweepResult(ExportedResult):
     """Metrics over a grid of prior precisions.
 
     Attributes:
@@ -101,39 +92,16 @@ class SweepResult:
 
     def table(self) -> str:
         """Return the grid and all values as text, one line per grid point."""
-        names = list(self.values)
-        lines = ["prior_precision " + " ".join(f"{name:>12}" for name in names)]
-        for i, label in enumerate(self._labels()):
-            row = " ".join(f"{self.values[name][i]:>12.6g}" for name in names)
-            lines.append(f"{label:>15} {row}")
-        return "\n".join(lines)
+        values = zip(*self.values.values(), strict=True)
+        rows = [[label, *row] for label, row in zip(self._labels(), values, strict=True)]
+        return text_table(["prior_precision", *self.values], rows, len(rows))
 
     def __str__(self) -> str:
         """Return :meth:`table`."""
         return self.table()
 
-    def to_csv(self, path: str | Path | None = None) -> str:
-        """Return one row per grid point as CSV, and write it to ``path`` if one is given."""
-        return rows_to_csv(*self._rows(), path)
-
-    def to_dataframe(self) -> DataFrame:
-        """Return one row per grid point as a pandas data frame.
-
-        Raises:
-            ImportError: If pandas, which is optional, is not installed.
-        """
-        return rows_to_dataframe(*self._rows())
-
-    def to_json(self, path: str | Path | None = None) -> str:
-        """Return everything as JSON, and write it to ``path`` if one is given.
-
-        ``NaN`` and infinities are written as
-        :func:`laplace_debias.storage.export.to_json_text` says.
-        """
-        return write_text(to_json_text(self), path)
-
-    def _rows(self) -> tuple[list[str], list[list[float]]]:
-        """Names of columns, and one row per grid point."""
+    def rows(self) -> tuple[list[str], list[list[Any]]]:
+        """Return names of columns, and one row per grid point."""
         grid = self.prior_precisions.reshape(len(self.prior_precisions), -1).tolist()
         heads = [f"prior_precision_{j}" for j in range(len(grid[0]))]
         heads = ["prior_precision"] if len(heads) == 1 else heads

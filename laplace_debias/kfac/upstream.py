@@ -9,34 +9,25 @@ are on another scale; they are passed on as they are.
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from laplace.curvature import BackPackGGN, CurvatureInterface, EFInterface
 from laplace.curvature.asdl import AsdlInterface
-from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs, widen
+from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.reading import check_targets
 from laplace_debias.kfac.backend import HookGGN, HookInterface
 from laplace_debias.kfac.engine import FitCost
 from laplace_debias.kfac.factors import Block, Factors
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.ownership import KFAC_TYPES, kfac_layers
-from laplace_debias.network.preserve import preserved
 from laplace_debias.network.recorder import Recorder
-from laplace_debias.network.upstream import feature_extractor, last_layer_name, last_layer_of
+from laplace_debias.network.upstream import last_layer_of
 
-__all__ = ["BackendEngine", "choose_backend", "computing_model", "supported_types"]
-
-LEFTOVERS = {"fisher", "_backpack_extend"}
-"""Attributes that ASDL and BackPACK leave on modules, and for which they refuse each other's."""
+__all__ = ["BackendEngine", "choose_backend", "supported_types"]
 
 
 def supported_types(backend: type[CurvatureInterface]) -> tuple[type[nn.Module], ...]:
@@ -100,7 +91,7 @@ class BackendEngine:
     """One of laplace-torch's backends, behind the interface of this package's engine.
 
     The model is changed while it computes (whole layers become trainable, hooks and attributes
-    are left behind): use it inside :func:`computing_model`.
+    are left behind): use it inside :func:`laplace_debias.network.preserve.computing_model`.
 
     Args:
         backend: A backend class of laplace-torch.
@@ -111,7 +102,9 @@ class BackendEngine:
         kron_kwargs: For the backend's ``kron``.
 
     Example:
+        >>> import torch
         >>> from laplace.curvature import AsdlGGN
+        >>> from laplace_debias.network.preserve import computing_model
         >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
         >>> with computing_model(net) as (model, _):
         ...     engine = BackendEngine(AsdlGGN, model, "classification")
@@ -220,41 +213,6 @@ class BackendEngine:
         }
 
 
-@contextmanager
-def computing_model(
-    model: nn.Module, last_layer: bool = False
-) -> Iterator[tuple[nn.Module, Callable[[Any], Any]]]:
-    """The model to compute factors with, in evaluation mode; it is left as it was.
-
-    Half-precision models are copied to float32 for this, because sums of outer products overflow
-    (float16) or drown (bfloat16) in their own precision.
-
-    Args:
-        model: The network, for ``last_layer`` a ``FeatureExtractor`` that knows its last layer.
-        last_layer: Whether only the last layer is Bayesian.
-
-    Yields:
-        The model, and a function that casts its inputs and targets.
-
-    Example:
-        >>> with computing_model(nn.Linear(2, 1).half()) as (model, cast):
-        ...     model(cast(torch.ones(1, 2).half())).dtype
-        torch.float32
-    """
-    half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
-    if half:
-        model = _float32_copy(model, last_layer)
-    before = [(module, set(vars(module))) for module in model.modules()]
-    try:
-        with preserved(model):
-            model.eval()
-            yield model, (widen if half else lambda value: value)
-    finally:
-        for module, names in before:
-            for name in LEFTOVERS & (set(vars(module)) - names):
-                delattr(module, name)
-
-
 def _to_convention(blocks: dict[str, Block], positions: dict[str, list[float]], n: int) -> None:
     """Divide ASDL's sums over positions (linear) and over data (one-element weights)."""
     for layer, calls in positions.items():
@@ -266,19 +224,3 @@ def _to_convention(blocks: dict[str, Block], positions: dict[str, list[float]], 
             )
         scale = 1 / calls[0] if len(blocks[name]) == 2 else 1 / (calls[0] * n)
         blocks[name][-1] = blocks[name][-1] * scale
-
-
-def _float32_copy(model: nn.Module, last_layer: bool) -> nn.Module:
-    """The model in float32; a feature extractor's hook must point to the copy, so it is rebuilt."""
-    if not last_layer:
-        return copy.deepcopy(model).float()
-    extractor, name = feature_extractor(model), last_layer_name(model)
-    inner = copy.deepcopy(extractor.model).float()
-    if name is not None:
-        inner.get_submodule(name)._forward_hooks.clear()
-    return FeatureExtractor(
-        inner,
-        last_layer_name=name,
-        enable_backprop=extractor.enable_backprop,
-        feature_reduction=extractor.feature_reduction,
-    )

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
-__all__ = ["differentiable", "evaluation_mode", "preserved"]
+from laplace_debias.data.inputs import widen
+from laplace_debias.network.upstream import feature_extractor, last_layer_name
+
+__all__ = ["computing_model", "differentiable", "evaluation_mode", "preserved"]
+
+LEFTOVERS = {"fisher", "_backpack_extend"}
+"""Attributes that ASDL and BackPACK leave on modules, and for which they refuse each other's."""
 
 
 @contextmanager
@@ -128,3 +137,54 @@ def preserved(model: nn.Module) -> Iterator[None]:
             p.grad = grad
             p.__dict__.clear()
             p.__dict__.update(attributes)
+
+
+@contextmanager
+def computing_model(
+    model: nn.Module, last_layer: bool = False
+) -> Iterator[tuple[nn.Module, Callable[[Any], Any]]]:
+    """The model to compute factors with, in evaluation mode; it is left as it was.
+
+    Half-precision models are copied to float32 for this, because sums of outer products overflow
+    (float16) or drown (bfloat16) in their own precision.
+
+    Args:
+        model: The network, for ``last_layer`` a ``FeatureExtractor`` that knows its last layer.
+        last_layer: Whether only the last layer is Bayesian.
+
+    Yields:
+        The model, and a function that casts its inputs and targets.
+
+    Example:
+        >>> with computing_model(nn.Linear(2, 1).half()) as (model, cast):
+        ...     model(cast(torch.ones(1, 2).half())).dtype
+        torch.float32
+    """
+    half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
+    if half:
+        model = _float32_copy(model, last_layer)
+    before = [(module, set(vars(module))) for module in model.modules()]
+    try:
+        with preserved(model):
+            model.eval()
+            yield model, (widen if half else lambda value: value)
+    finally:
+        for module, names in before:
+            for name in LEFTOVERS & (set(vars(module)) - names):
+                delattr(module, name)
+
+
+def _float32_copy(model: nn.Module, last_layer: bool) -> nn.Module:
+    """The model in float32; a feature extractor's hook must point to the copy, so it is rebuilt."""
+    if not last_layer:
+        return copy.deepcopy(model).float()
+    extractor, name = feature_extractor(model), last_layer_name(model)
+    inner = copy.deepcopy(extractor.model).float()
+    if name is not None:
+        inner.get_submodule(name)._forward_hooks.clear()
+    return FeatureExtractor(
+        inner,
+        last_layer_name=name,
+        enable_backprop=extractor.enable_backprop,
+        feature_reduction=extractor.feature_reduction,
+    )

@@ -22,21 +22,17 @@ from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.roles import TrainingData, training_size
 from laplace_debias.debias.bias import CurvatureBias, curvature_bias
 from laplace_debias.debias.crossfit import fit_crossfit
-from laplace_debias.debias.options import CROSSFIT, SINGLE, TWO_BATCH, CrossfitOptions, debias_mode
+from laplace_debias.debias.options import CROSSFIT, SINGLE, TWO_BATCH, CrossfitOptions
 from laplace_debias.debias.spectrum import FitResult, rebuild
 from laplace_debias.debias.two_batch import FactorEngine, fit_single, fit_two_batch
 from laplace_debias.evaluation.grid_search import Loss, gridsearch_prior_precision
-from laplace_debias.kfac.backend import HookInterface
+from laplace_debias.kfac.backend import HookEF, HookGGN, HookInterface
 from laplace_debias.kfac.engine import Engine, FitCost
-from laplace_debias.kfac.upstream import (
-    BackendEngine,
-    choose_backend,
-    computing_model,
-    supported_types,
-)
-from laplace_debias.network.loss import likelihood_name
-from laplace_debias.network.ownership import check_supported
-from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
+from laplace_debias.kfac.upstream import BackendEngine, choose_backend, supported_types
+from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
+from laplace_debias.network.ownership import KFAC_TYPES, check_supported
+from laplace_debias.network.preserve import computing_model, evaluation_mode
 from laplace_debias.network.upstream import (
     PrivateProtocol,
     backend_of,
@@ -74,12 +70,46 @@ def check_prior_precision(value: float | Tensor) -> None:
         )
 
 
+def debias_mode(debias: bool | str) -> str:
+    """The name of a debiasing method.
+
+    Args:
+        debias: ``True`` or ``"two-batch"``, ``"crossfit"``, or ``"single"``.
+
+    Returns:
+        ``"two-batch"``, ``"crossfit"`` or ``"single"``.
+
+    Raises:
+        ValueError: For anything else.
+
+    Example:
+        >>> debias_mode(True)
+        'two-batch'
+    """
+    if debias is True:
+        return TWO_BATCH
+    if isinstance(debias, str) and debias in (TWO_BATCH, SINGLE, CROSSFIT):
+        return debias
+    raise ValueError(
+        "Expected `debias` to be True or 'two-batch' (directions from one mini-batch, curvatures "
+        "from another), 'crossfit' (directions from all data drawn, curvatures from folds that "
+        "did not choose them), 'single' (one mini-batch for both, biased) or False "
+        f"(laplace-torch's own class), got {debias!r}. Remedy: `Laplace(model, ..., debias=True)`."
+    )
+
+
 class DebiasedPosterior(PrivateProtocol):
     """What both debiased classes share; comes before laplace-torch's class in the bases.
 
     Attributes:
         debias: ``"two-batch"``, ``"crossfit"`` or ``"single"``.
         crossfit: What ``debias="crossfit"`` fits on.
+        kfac_approx: How positions (pixels, tokens) are summed: ``"expand"``, ``"reduce"`` or
+            ``"backpack"``, see :mod:`laplace_debias.kfac.grams`.
+        fisher: Which vectors are propagated back: ``"exact"`` (all of them), ``"mc"`` (one random
+            one per datum) or ``"empirical"`` (the loss gradient).
+        sampler: How ``fisher="mc"`` draws: ``"trace"``, or ``"label"`` as the textbook.
+        generator: Source of all draws of a fit.
         fit_cost: Passes and seconds of the last fit.
         predictive_method: How ``la(x)`` gets its moments: ``"exact"``, ``"samples"`` (of the
             weights, through the linearised network: for very many outputs), or ``"auto"``.
@@ -101,9 +131,14 @@ class DebiasedPosterior(PrivateProtocol):
         *args: Any,
         debias: bool | str = True,
         backend: type | None = None,
+        kfac_approx: KFACApprox = "expand",
+        fisher: Fisher | None = None,
+        sampler: Sampler = "trace",
+        generator: torch.Generator | None = None,
         **kwargs: Any,
     ) -> None:
         self.debias = debias_mode(debias)
+        self.kfac_approx, self.sampler, self.generator = kfac_approx, sampler, generator
         given = {name: kwargs.pop(name) for name in CrossfitOptions.names() if name in kwargs}
         if given and self.debias != CROSSFIT:
             raise ValueError(
@@ -111,7 +146,7 @@ class DebiasedPosterior(PrivateProtocol):
                 f"debias={self.debias!r}. Remedy: `Laplace(model, ..., debias='crossfit', ...)`."
             )
         if self.debias == CROSSFIT:
-            self.crossfit = CrossfitOptions(**given)
+            self.crossfit = CrossfitOptions(generator=generator, **given)
             if backend is not None and not issubclass(backend, HookInterface):
                 raise ValueError(
                     "Expected the backend HookGGN or HookEF with debias='crossfit', which weights "
@@ -125,11 +160,15 @@ class DebiasedPosterior(PrivateProtocol):
             )
         # laplace-torch writes into this dictionary
         kwargs["backend_kwargs"] = dict(kwargs.get("backend_kwargs") or {})
+        self.fisher = self._chosen_fisher(backend, fisher, kwargs["backend_kwargs"])
         # convolutions in the features are no concern of a last layer's factors
         all_layers = not issubclass(type(self), LLLaplace)
-        backend = choose_backend(backend, model if all_layers else nn.Identity())
+        own = backend is None or issubclass(backend, HookInterface)
+        if not own:
+            backend = choose_backend(backend, model if all_layers else nn.Identity())
         if all_layers:
-            check_supported(model, supported_types(backend))
+            check_supported(model, KFAC_TYPES if own else supported_types(backend))
+        backend = backend or HookGGN
         super().__init__(model, likelihood, *args, backend=backend, **kwargs)
         check_prior_precision(unchecked_prior(self)[0])  # unchecked while the last layer is unknown
         for name in ("sigma_noise", "temperature"):
@@ -138,6 +177,35 @@ class DebiasedPosterior(PrivateProtocol):
                 raise ValueError(
                     f"Expected a positive, finite `{name}`, got {value}. Remedy: pass e.g. 1.0."
                 )
+
+    def _chosen_fisher(
+        self, backend: type | None, fisher: Fisher | None, backend_kwargs: dict[str, Any]
+    ) -> Fisher:
+        """Check the options of the curvature; the backend decides where nothing was said."""
+        if backend is not None and not issubclass(backend, HookInterface):
+            if self.kfac_approx != "expand" or fisher is not None or self.sampler != "trace":
+                raise ValueError(
+                    "Expected `kfac_approx`, `fisher` and `sampler` with the backends HookGGN and "
+                    f"HookEF only, got them with {backend.__name__}. Remedy: leave `backend` out."
+                )
+            return "exact"
+        if "stochastic" in backend_kwargs:
+            raise ValueError(
+                "Expected the sampled curvature as an option of its own, got "
+                "backend_kwargs={'stochastic': ...}. Remedy: fisher='mc'."
+            )
+        default: Fisher = "empirical" if backend and issubclass(backend, HookEF) else "exact"
+        for name, value, known in (
+            ("kfac_approx", self.kfac_approx, KFAC_APPROXES),
+            ("fisher", fisher or default, FISHERS),
+            ("sampler", self.sampler, SAMPLERS),
+        ):
+            if value not in known:
+                raise ValueError(
+                    f"Expected `{name}` to be one of {known}, got {value!r}. Remedy: pass one of "
+                    "them."
+                )
+        return fisher or default
 
     def fit(
         self,
@@ -238,8 +306,10 @@ class DebiasedPosterior(PrivateProtocol):
                 engine = Engine(
                     model.last_layer if last else model,
                     likelihood_name(self.likelihood),
-                    backend(model, self.likelihood, **backend_kwargs).fisher,
-                    generator=None if self.crossfit is None else self.crossfit.generator,
+                    self.fisher,
+                    self.kfac_approx,
+                    self.sampler,
+                    self.generator,
                     embed=_features_of(model) if last else None,
                 )
             yield engine, cast

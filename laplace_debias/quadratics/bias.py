@@ -30,6 +30,7 @@ from laplace_debias.quadratics.cg import cg
 from laplace_debias.quadratics.directions import top_eigenvectors
 from laplace_debias.quadratics.quadratic import Quadratic
 from laplace_debias.storage.cells import CellStore
+from laplace_debias.storage.export import tidy
 from laplace_debias.storage.results import SavedResult
 
 KINDS = ("slopes", "curvatures", "magnitudes")
@@ -57,6 +58,12 @@ class DirectionalBias(SavedResult):
     chosen: tuple[int, ...]
     slopes: Tensor
     curvatures: Tensor
+
+    def rows(self) -> tuple[list[str], list[list[Any]]]:
+        """Return names of columns, and one row per choice, mini-batch and direction."""
+        _, M, K = self.slopes.shape
+        labels = {"chosen": self.chosen, "mini_batch": range(M), "direction": range(K)}
+        return tidy(labels, {"slope": self.slopes, "curvature": self.curvatures})
 
     @property
     def magnitudes(self) -> Tensor:

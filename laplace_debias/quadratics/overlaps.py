@@ -25,6 +25,7 @@ from laplace_debias.data.chunks import Chunk
 from laplace_debias.quadratics.directions import top_eigenvectors
 from laplace_debias.quadratics.quadratic import Quadratic
 from laplace_debias.storage.cells import CellStore
+from laplace_debias.storage.export import tidy
 from laplace_debias.storage.results import SavedResult
 
 
@@ -66,6 +67,17 @@ class EigenspaceOverlaps(SavedResult):
     batch_size: int
     overlaps: Tensor
     values: Tensor
+
+    def rows(self) -> tuple[list[str], list[list[Any]]]:
+        """Return names of columns, and one row per pair of mini-batches and of directions."""
+        S, _, K, _ = self.overlaps.shape
+        labels = {
+            "mini_batch": range(S),
+            "other_mini_batch": range(S),
+            "direction": range(K),
+            "other_direction": range(K),
+        }
+        return tidy(labels, {"overlap": self.overlaps})
 
     def alignment(self) -> Tensor:
         """Return the mean weight that stays in the other's top space, in ``[0, 1]``, ``[S, S]``."""

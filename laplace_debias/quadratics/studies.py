@@ -17,6 +17,7 @@ from laplace_debias.data.chunks import Chunk, gather, partition
 from laplace_debias.quadratics.bias import DirectionalBias, choose_directions, directional_bias
 from laplace_debias.quadratics.quadratic import Quadratic
 from laplace_debias.storage.cells import CellStore
+from laplace_debias.storage.export import tidy
 from laplace_debias.storage.results import SavedResult
 
 
@@ -31,6 +32,15 @@ class BatchSizeBias(SavedResult):
 
     batch_sizes: tuple[int, ...]
     results: tuple[DirectionalBias, ...]
+
+    def rows(self) -> tuple[list[str], list[list[Any]]]:
+        """Return names of columns, and the rows of every batch size."""
+        names: list[str] = []
+        rows: list[list[Any]] = []
+        for size, result in zip(self.batch_sizes, self.results, strict=True):
+            names, part = result.rows()
+            rows += [[size, *row] for row in part]
+        return ["batch_size", *names], rows
 
 
 def bias_by_batch_size(
@@ -85,7 +95,7 @@ def bias_by_batch_size(
     results = []
     for size in batch_sizes:
         generator = torch.Generator().manual_seed(seed)
-        batches = partition(data, size, generator=generator, num_batches=max_batches)
+        batches = partition(data, size, generator=generator, n_batches=max_batches)
         results.append(
             directional_bias(
                 model,
@@ -122,6 +132,13 @@ class BiasSeries(SavedResult):
     batch_size: int
     slope_errors: Tensor
     curvature_errors: Tensor
+
+    def rows(self) -> tuple[list[str], list[list[Any]]]:
+        """Return names of columns, and one row per member, draw and direction."""
+        _, draws, K = self.slope_errors.shape
+        labels = {"label": self.labels, "draw": range(draws), "direction": range(K)}
+        errors = {"slope_error": self.slope_errors, "curvature_error": self.curvature_errors}
+        return tidy(labels, errors)
 
     def percentiles(
         self, kind: str = "curvatures", percent: Sequence[float] = (25, 50, 75)
@@ -177,7 +194,7 @@ def relative_biases(
         torch.Size([2, 2])
     """
     generator = torch.Generator().manual_seed(seed)
-    batches = partition(data, batch_size, generator=generator, num_batches=draws)
+    batches = partition(data, batch_size, generator=generator, n_batches=draws)
     if len(batches) < draws:
         raise ValueError(
             f"Expected data for {draws} disjoint mini-batches of {batch_size}, got {len(data[1])} "

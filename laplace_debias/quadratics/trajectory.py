@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.func import functional_call
 
 from laplace_debias.data.chunks import Chunk, Chunks
 from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.storage.export import tidy
 from laplace_debias.storage.results import SavedResult
 
 
@@ -25,6 +27,11 @@ class TrajectoryMetrics(SavedResult):
 
     loss: Tensor
     accuracy: Tensor
+
+    def rows(self) -> tuple[list[str], list[list[Any]]]:
+        """Return names of columns, and one row per iterate."""
+        columns = {"loss": self.loss, "accuracy": self.accuracy}
+        return tidy({"iterate": range(len(self.loss))}, columns)
 
     def best(self) -> int:
         """Return the iterate of the lowest finite loss (the start, if there is none)."""
@@ -92,9 +99,9 @@ def evaluate_trajectory(
             for X, y in chunks:
                 X, y = X.to(x.device) if isinstance(X, Tensor) else X, y.to(x.device)
                 outputs = functional_call(model, theta, (X,))
-                total = total + loss(outputs, y) * (len(y) / chunks.num_data)
+                total = total + loss(outputs, y) * (len(y) / chunks.n_data)
                 classes = not y.is_floating_point()
                 correct += (outputs.argmax(1) == y).sum() if classes else float("nan")
             losses.append(total)
-            accuracies.append(correct / chunks.num_data)
+            accuracies.append(correct / chunks.n_data)
     return TrajectoryMetrics(torch.stack(losses).cpu(), torch.stack(accuracies).cpu())

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, RandomSampler, Subset
 
 from laplace_debias.data.pool import is_map_style
 from laplace_debias.data.reading import as_batches
@@ -23,7 +23,6 @@ from laplace_debias.data.reading import as_batches
 __all__ = ["data_hash", "tensor_bytes"]
 
 _N_CHECKED = 64  # data that are read twice
-_N_FEW, _N_EPOCHS = 8, 40  # orders of up to so many data are looked at so often
 Reader = Callable[[], Iterator[Any]]
 
 
@@ -76,12 +75,11 @@ def _readers(data: Iterable[Any], name: str, remedy: str) -> tuple[Reader, Reade
         batches = as_batches(data, labelled=False, name=name)
         return lambda: iter(batches), lambda: islice(batches, 1)
     assert isinstance(data, DataLoader)
-    one = _positions(data)
-    # two orders of a few data are often the same by chance
-    others = [_positions(data) for _ in range(1 if len(one) > _N_FEW else _N_EPOCHS)]
-    if any(other != one for other in others):  # shuffled
-        one, others = sorted(one), [sorted(other) for other in others]
-    if any(other != one for other in others):
+    one, two = ([i for batch in data.batch_sampler or () for i in batch] for _ in range(2))
+    # two shuffles of few data may agree by chance, so the sampler is asked as well
+    if one != two or isinstance(data.sampler, RandomSampler):
+        one, two = sorted(one), sorted(two)
+    if one != two:
         raise ValueError(
             f"Expected {name!r} to hold the same data in every epoch, got a loader whose sampler "
             f"chooses others each time. {remedy} by a sampler that takes all of them."
@@ -91,11 +89,6 @@ def _readers(data: Iterable[Any], name: str, remedy: str) -> tuple[Reader, Reade
         lambda: iter(_in_order(data, one, data.num_workers)),
         lambda: iter(_in_order(data, one[::step][:_N_CHECKED], 0)),
     )
-
-
-def _positions(loader: DataLoader[Any]) -> list[Any]:
-    """Positions in the dataset that a loader reads in one epoch."""
-    return [i for batch in loader.batch_sampler or () for i in batch]
 
 
 def _in_order(loader: DataLoader[Any], positions: list[Any], num_workers: int) -> DataLoader[Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from laplace_debias.storage.export import ExportedResult
 from laplace_debias.storage.files import read_content, write_content
 
 __all__ = ["SavedResult"]
@@ -14,8 +15,10 @@ __all__ = ["SavedResult"]
 Result = TypeVar("Result", bound="SavedResult")
 
 
-class SavedResult:
+class SavedResult(ExportedResult):
     """Gives a frozen dataclass of tensors and plain values ``save`` and ``load``.
+
+    A subclass that says its ``rows`` has the ways out of every other result, too.
 
     Fields may be tensors, plain values (numbers, strings, tuples of them, ``None``) or tuples of
     other results. Nothing is pickled.

@@ -22,7 +22,7 @@ def test_chunks_hold_all_data_in_order_every_time(data, chunk_size):
         assert torch.equal(torch.cat([x for x, _ in parts]), X)
         assert torch.equal(torch.cat([y for _, y in parts]), Y)
         assert chunk_size is None or max(len(y) for _, y in parts) <= chunk_size
-    assert chunks.num_data == 7
+    assert chunks.n_data == 7
     assert all(torch.equal(one, two) for one, two in zip(gather(data), (X, Y), strict=True))
 
 
@@ -43,7 +43,7 @@ def test_mini_batches_are_disjoint_of_one_size_and_as_many_as_fit():
     assert all(torch.equal(x, X[y]) for x, y in batches)  # inputs stay with their targets
     again = partition((X, Y), 2, generator=torch.Generator().manual_seed(0))
     assert torch.cat([y for _, y in again]).tolist() == drawn
-    first = partition((X, Y), 2, num_batches=2)
+    first = partition((X, Y), 2, n_batches=2)
     assert [y.tolist() for _, y in first] == [[0, 1], [2, 3]]
 
 

@@ -178,9 +178,7 @@ def test_half_precision_and_empirical_fisher():
     assert la(X.half()).dtype == torch.float16
     la = crossfitted(MLP, stream(X, y), n_data=64, backend=HookEF, sampling="curvature")
     assert torch.isfinite(la(X)).all()
-    la = crossfitted(
-        MLP, stream(X, y), n_data=64, backend_kwargs={"stochastic": True}, sampling="curvature"
-    )
+    la = crossfitted(MLP, stream(X, y), n_data=64, fisher="mc", sampling="curvature")
     assert la.fit_cost.backward == 32
 
 

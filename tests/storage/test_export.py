@@ -1,18 +1,21 @@
 """Results as JSON, CSV and data frames, and the files they are written to."""
 
 import csv
+import dataclasses
 import json
 import math
 import sys
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from laplace_debias.storage.export import (
+    ExportedResult,
     number_from_json,
     rows_to_csv,
     rows_to_dataframe,
+    text_table,
+    tidy,
     to_json_text,
     write_text,
 )
@@ -43,7 +46,7 @@ def test_json_is_of_the_standard_and_numbers_come_back():
 
 
 def test_json_takes_dataclasses_tensors_and_nesting():
-    @dataclass(frozen=True)
+    @dataclasses.dataclass(frozen=True)
     class Inner:
         name: str
         value: float
@@ -81,3 +84,38 @@ def test_missing_pandas_is_named_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"Expected pandas.*Remedy: `pip install"):
         rows_to_dataframe(("a",), [(1,)])
+
+
+def test_tidy_rows_name_their_entries():
+    values = torch.arange(6.0).reshape(2, 3)
+    header, rows = tidy({"size": (8, 32), "k": range(3)}, {"x": values, "y": -values})
+    assert header == ["size", "k", "x", "y"]
+    assert rows[0] == [8, 0, 0.0, 0.0] and rows[4] == [32, 1, 4.0, -4.0] and len(rows) == 6
+    with pytest.raises(ValueError, match="zip"):
+        tidy({"size": (8, 32)}, {"x": values})
+
+
+def test_tables_are_aligned_and_cut():
+    lines = text_table(["i", "value"], [[i, i / 7] for i in range(50)], limit=3).splitlines()
+    assert lines[0] == "i     value" and lines[2] == "1  0.142857"
+    assert lines[-1] == "... 47 more rows" and len(lines) == 5
+    assert text_table(["i"], [[1]], limit=1).splitlines() == ["i", "1"]
+
+
+def test_a_result_that_says_its_rows_has_every_way_out(tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class Losses(ExportedResult):
+        values: tuple
+
+        def rows(self):
+            return ["step", "loss"], [[i, v] for i, v in enumerate(self.values)]
+
+    result = Losses((0.5, math.nan))
+    assert json.loads(result.to_json(tmp_path / "a.json")) == {"values": [0.5, None]}
+    assert (tmp_path / "a.json").read_text() == result.to_json()
+    assert result.to_csv(tmp_path / "a.csv") == "step,loss\n0,0.5\n1,nan\n"
+    assert (tmp_path / "a.csv").read_text() == result.to_csv()
+    assert str(result).splitlines() == ["step  loss", "   0   0.5", "   1   nan"]
+    pandas = pytest.importorskip("pandas")
+    assert isinstance(result.to_dataframe(), pandas.DataFrame)
+    assert list(result.to_dataframe()["step"]) == [0, 1]
