@@ -20,16 +20,16 @@ LONGER = {
     # A figure each, with its styles.
     "plots/quadratics.py": 360,
     # The class that laplace-torch's users see, all of its methods in one body.
-    "posterior/debiased.py": 790,
+    "posterior/debiased.py": 800,
     # One predictor and the one that several posteriors share.
     "predictive/predictor.py": 350,
     # Plain and debiased CG, which share their recursion.
     "quadratics/cg.py": 350,
+    # One class with its maths, each method a few lines.
     "quadratics/quadratic.py": 310,
     # Three studies with the same steps.
     "quadratics/studies.py": 370,
 }
-WITHOUT_NAMESAKE: set[str] = set()
 
 
 def test_there_are_modules():
@@ -39,10 +39,7 @@ def test_there_are_modules():
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_every_module_has_a_namesake_test(module):
     test = ROOT / "tests" / module.parent / f"test_{module.name}"
-    if module.as_posix() in WITHOUT_NAMESAKE:
-        assert not test.exists(), f"Take {module} off the list: {test} exists."
-    else:
-        assert test.exists(), f"Expected {test.relative_to(ROOT)}, which tests {module}."
+    assert test.exists(), f"Expected {test.relative_to(ROOT)}, which tests {module}."
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
@@ -54,9 +51,8 @@ def test_every_module_is_short(module):
         assert n_lines > MOST_LINES, f"Take {module} off the list: {n_lines} lines are few enough."
 
 
-def test_the_lists_name_modules_that_exist():
-    known = {module.as_posix() for module in MODULES}
-    assert set(LONGER) <= known and WITHOUT_NAMESAKE <= known
+def test_the_list_names_modules_that_exist():
+    assert set(LONGER) <= {module.as_posix() for module in MODULES}
 
 
 def test_what_the_examples_import_is_public():

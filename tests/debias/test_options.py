@@ -5,7 +5,6 @@ import torch
 
 from laplace_debias import Laplace
 from laplace_debias.debias.options import CrossfitOptions, even_parts
-from laplace_debias.posterior.debiased import debias_mode
 from tests.cases import MLP
 
 
@@ -46,14 +45,6 @@ def test_scores_are_checked_once_and_handed_on():
         CrossfitOptions(sampling="curvature", scores=torch.tensor([1.0, -1.0]))
     with pytest.raises(ValueError, match="whole number, got 2.0"):
         CrossfitOptions(n_curvature=2.0)
-
-
-def test_methods_have_one_name_each():
-    assert debias_mode(True) == debias_mode("two-batch") == "two-batch"
-    assert [debias_mode(name) for name in ("single", "crossfit")] == ["single", "crossfit"]
-    for bad in (False, None, "debiased", 1):
-        with pytest.raises(ValueError, match="'two-batch'.*'crossfit'.*'single'.*Remedy"):
-            debias_mode(bad)
 
 
 @pytest.mark.parametrize(("n", "k"), [(10, 4), (3, 5), (0, 2), (12, 3)])

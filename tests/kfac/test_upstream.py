@@ -90,20 +90,6 @@ def test_the_model_is_left_as_it_was(backend):
         assert not LEFTOVERS & (set(vars(module)) - names)
 
 
-@pytest.mark.parametrize("last_layer", [False, True])
-def test_half_precision_is_computed_in_single(last_layer):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).bfloat16()
-    given = FeatureExtractor(model, last_layer_name="1") if last_layer else model
-    with computing_model(given, last_layer) as (net, cast):
-        f = net(cast(torch.ones(1, 3).bfloat16()))
-        assert f.dtype == torch.float32 and net is not given
-        if last_layer:
-            f, phi = net.forward_with_features(torch.ones(1, 3))
-            torch.testing.assert_close(net.last_layer(phi), f)  # the copy's own hook
-            assert len(net.last_layer._forward_hooks) == 1
-    assert all(p.dtype == torch.bfloat16 for p in given.parameters())
-
-
 def test_which_backend():
     assert choose_backend(None, nn.Linear(1, 1)) is HookGGN
     dilated = nn.Sequential(nn.Conv2d(1, 1, 3, dilation=2))

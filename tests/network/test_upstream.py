@@ -37,9 +37,9 @@ def fitted(subset, model=None, **options):
 
 
 def test_names_that_are_read():
-    la = fitted("all", sigma_noise=0.5, temperature=2.0, backend_kwargs={"stochastic": False})
+    la = fitted("all", sigma_noise=0.5, temperature=4.0, backend_kwargs={"stochastic": False})
     assert device_of(la) == torch.device("cpu") and dtype_of(la) == torch.float64
-    assert float(hessian_factor(la)) == 1 / (0.5**2 * 2)
+    assert float(hessian_factor(la)) == 1 / (0.5**2 * 4)
     backend, constructed, computed = backend_of(la)
     assert constructed == {"stochastic": False} and computed == {}
     other = Laplace(net(), "regression", "all", "kron", backend=CurvlinopsGGN, prior_mean=0.25)
@@ -48,7 +48,7 @@ def test_names_that_are_read():
 
 def test_precision_is_the_factor_times_the_curvature_plus_the_prior():
     """What `decomposed` and `hessian_factor` mean, against laplace-torch's own matrix."""
-    la = fitted("all", sigma_noise=0.5, temperature=2.0, prior_precision=3.0)
+    la = fitted("all", sigma_noise=0.5, temperature=4.0, prior_precision=3.0)
     H = decomposed(la)
     assert isinstance(H, KronDecomposed)
     matrix = hessian_factor(la) * H.to_matrix() + 3 * torch.eye(26)

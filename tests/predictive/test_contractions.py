@@ -94,9 +94,9 @@ def test_the_input_side_of_a_layer_with_one_position():
 @pytest.mark.parametrize("numel", [1, 20, 10**6])
 def test_explicit_jacobians_are_rotated_in_chunks(numel, monkeypatch):
     monkeypatch.setattr(contractions, "CHUNK_NUMEL", numel)
-    J = rotated(5, 2, 6)
-    Q_B, Q_A = (torch.linalg.qr(rotated(1, d, d)[0])[0] for d in (2, 3))
-    Q = torch.linalg.qr(rotated(1, 6, 6)[0])[0]
+    J = rotated(5, 2, 12)
+    Q_B, Q_A = (torch.linalg.qr(rotated(1, d, d)[0])[0] for d in (3, 4))
+    Q = torch.linalg.qr(rotated(1, 12, 12)[0])[0]
     for bases, matrix in (((Q_B, Q_A), torch.kron(Q_B, Q_A)), ((Q,), Q)):
         parts = list(contractions.dense_jacobians(J, bases))
         assert len(parts) == {1: 5, 20: 5, 10**6: 1}[numel]

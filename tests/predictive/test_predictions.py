@@ -68,6 +68,21 @@ def test_sampled_links_converge_to_the_mean_of_the_softmax(method, cls):
     assert (error < 5 * draws.softmax(-1).std(0) * (1 / S + 1 / 200_000) ** 0.5).all()
 
 
+def test_sampled_covariances_are_those_of_the_samples():
+    """With a generator of one's own, which draws the very weights that are averaged over."""
+    la, x = build(STRUCTURED["mlp"](), likelihood="regression")
+    predictor = StructuredPredictor(la, GRID)
+    f, samples = predictor.samples(x, 7, torch.Generator().manual_seed(3))
+    found = glm_predictions(
+        predictor, x, regression=True, method="samples", n_samples=7,
+        generator=torch.Generator().manual_seed(3),
+    )  # fmt: skip
+    for (mean, covariance), drawn in zip(found, samples, strict=True):
+        torch.testing.assert_close(mean, f, **EXACT)
+        expected = sum(torch.einsum("nc,nd->ncd", s - f, s - f) for s in drawn) / 7
+        torch.testing.assert_close(covariance, expected, **EXACT)
+
+
 def test_one_prior_precision_gives_one_prediction():
     la, x = build(STRUCTURED["mlp"]())
     assert len(list(glm_predictions(StructuredPredictor(la), x, regression=False))) == 1
