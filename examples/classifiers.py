@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.cifar10.data import load_cifar
-from examples.networks import DigitsTransformer, all_cnn_c, digits_cnn, digits_mlp, resnet, strided_cnn
+from examples.networks import (
+    DigitsTransformer,
+    all_cnn_c,
+    digits_cnn,
+    digits_mlp,
+    resnet,
+    strided_cnn,
+)
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]  # inputs and labels for training, then for test
 

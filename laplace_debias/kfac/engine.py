@@ -312,6 +312,7 @@ def kfac_factors(
     inputs: bool = True,
     outputs: bool = True,
     rows_from: float = math.inf,
+    count_rows: bool = False,
 ) -> Factors:
     """K-FAC factors of one mini-batch: an :class:`Engine` for a single use.
 
@@ -329,6 +330,7 @@ def kfac_factors(
         inputs: See :meth:`Engine.factors`.
         outputs: See :meth:`Engine.factors`.
         rows_from: See :meth:`Engine.factors`.
+        count_rows: See :meth:`Engine.factors`.
 
     Returns:
         The factors.
@@ -342,7 +344,15 @@ def kfac_factors(
         tensor([[0.5000, 0.0000], [0.0000, 4.5000]])
     """
     engine = Engine(model, likelihood, fisher, kfac_approx, sampler, generator, params=params)
-    return engine.factors(X, y, weights, inputs=inputs, outputs=outputs, rows_from=rows_from)
+    return engine.factors(
+        X,
+        y,
+        weights,
+        inputs=inputs,
+        outputs=outputs,
+        rows_from=rows_from,
+        count_rows=count_rows,
+    )
 
 
 def _total(parts: list[Tensor]) -> Tensor:

@@ -6,7 +6,9 @@ one datum resemble each other, so data are counted, by the squared size of what 
 
 .. math:: S = \sum_i \lVert E_i \rVert_F^2 = \sum_i \lVert X_i X_i^\top \rVert_F^2 .
 
-With one row per datum this is :math:`\sum_i |x_i|^4`.
+With one row per datum this is :math:`\sum_i |x_i|^4`. The effective number of rows is the number
+of equally long, mutually orthogonal rows that would give the same :math:`S` at the same trace,
+:math:`(\sum_i \operatorname{tr} E_i)^2 / S`.
 """
 
 from __future__ import annotations
@@ -33,25 +35,38 @@ class RowCount:
         n_data: Number n of data.
         n_rows: Number of rows of all data.
         trace: Sum over data of ``tr E_i``.
-        squares: Sum over data of the squared Frobenius norm of ``E_i``.
+        trace_squares: Sum over data of ``(tr E_i)^2``.
+        squares: Sum over data of the squared Frobenius norm of ``E_i``; the same for one row each.
     """
 
     n_data: int
     n_rows: int
     trace: float
+    trace_squares: float
     squares: float
+
+    @property
+    def effective_rows(self) -> float:
+        """Effective number of rows, ``trace^2 / squares``; 0 where all rows are zero."""
+        return self.trace**2 / self.squares if self.squares > 0 else 0.0
+
+    @property
+    def effective_data(self) -> float:
+        """Effective number of data, ``trace^2 / trace_squares``; 0 where all rows are zero."""
+        return self.trace**2 / self.trace_squares if self.trace_squares > 0 else 0.0
 
     def __add__(self, other: RowCount) -> RowCount:
         """Rows of the data of both.
 
         Example:
-            >>> RowCount(1, 1, 2.0, 4.0) + RowCount(2, 2, 1.0, 1.0)
-            RowCount(n_data=3, n_rows=3, trace=3.0, squares=5.0)
+            >>> RowCount(1, 1, 2.0, 4.0, 4.0) + RowCount(1, 2, 2.0, 4.0, 2.0)
+            RowCount(n_data=2, n_rows=3, trace=4.0, trace_squares=8.0, squares=6.0)
         """
         return RowCount(
             self.n_data + other.n_data,
             self.n_rows + other.n_rows,
             self.trace + other.trace,
+            self.trace_squares + other.trace_squares,
             self.squares + other.squares,
         )
 
@@ -66,7 +81,7 @@ class RowCounter:
         >>> counter = RowCounter()
         >>> counter.add(torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [1.0, 0.0]]]))
         >>> counter.result(n=2)  # two different rows, then twice the same
-        RowCount(n_data=2, n_rows=4, trace=4.0, squares=6.0)
+        RowCount(n_data=2, n_rows=4, trace=4.0, trace_squares=8.0, squares=6.0)
     """
 
     def __init__(self, name: str = "weight") -> None:
@@ -108,11 +123,17 @@ class RowCounter:
             X = torch.cat(self._rows, dim=1)
             E = X @ X.mT  # [n, r, r], of the trace and the norm that [n, d, d] has
         else:
-            return RowCount(n, 0, 0.0, 0.0)  # the outputs do not depend on the layer
+            return RowCount(n, 0, 0.0, 0.0, 0.0)  # the outputs do not depend on the layer
         check_datum(len(E), n, self.name)
-        E = E.double()
-        trace = float(E.diagonal(dim1=1, dim2=2).sum())
-        return RowCount(n, self._n_rows, trace, float(E.square().sum()))
+        E = E.detach().double()
+        traces = E.diagonal(dim1=1, dim2=2).sum(1)
+        return RowCount(
+            n,
+            self._n_rows,
+            float(traces.sum()),
+            float(traces.square().sum()),
+            float(E.square().sum()),
+        )
 
 
 def input_rows(layer: KFACLayer, x: Tensor, approx: KFACApprox) -> Tensor:
