@@ -12,7 +12,6 @@ from torch import Tensor
 __all__ = [
     "Batch",
     "Inputs",
-    "accumulation_dtype",
     "concatenate",
     "map_tensors",
     "size_of",
@@ -125,22 +124,6 @@ def map_tensors(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
             changed[key] = map_tensors(x[key], change)
         return changed
     return x
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Floating point type in which sums of squares are formed: at least single precision.
-
-    Args:
-        dtype: Type of the activations or gradients.
-
-    Returns:
-        ``torch.float32`` for half-precision types, ``dtype`` itself otherwise.
-
-    Example:
-        >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.float64)
-        (torch.float32, torch.float64)
-    """
-    return torch.promote_types(dtype, torch.float32)
 
 
 def widen(x: Any) -> Any:

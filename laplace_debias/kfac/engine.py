@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs, accumulation_dtype
+from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.reading import check_targets
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox, OutputGram
@@ -187,7 +187,7 @@ class Engine:
                         new = input_rows(layer, a, self.kfac_approx)
                         count_A[gram.name].add(new, to_last=reduce)
             if isinstance(layer, nn.Linear) and layer.in_features >= rows_from:
-                kept = a.to(accumulation_dtype(a.dtype), copy=True)
+                kept = a.to(torch.promote_types(a.dtype, torch.float32), copy=True)
                 rows.setdefault(layer, []).append(kept)
 
         recorder = Recorder(self._layers, on_input=on_input)

@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from laplace_debias.data.inputs import accumulation_dtype
 from laplace_debias.kfac.shifts import saves_work, shifted_gram
 from laplace_debias.network.ownership import KFACLayer
 from laplace_debias.network.unfold import conv_image, conv_windows, last_first, n_positions
@@ -70,7 +70,6 @@ def add_gram_(out: Tensor, rows: Tensor, *, alpha: float = 1.0, beta: float = 1.
         beta: Factor of what was there before; with 0 it may be uninitialised.
 
     Example:
-        >>> import torch
         >>> rows, out = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.empty(2, 2)
         >>> add_gram_(out, rows, alpha=0.5, beta=0.0)
         >>> out.tril()
@@ -96,7 +95,6 @@ def mirror_(out: Tensor) -> Tensor:
         The same matrix, symmetric.
 
     Example:
-        >>> import torch
         >>> out = torch.empty(500, 500)
         >>> add_gram_(out, torch.ones(2, 500), beta=0.0)
         >>> bool((mirror_(out) == 2).all())
@@ -122,11 +120,10 @@ def input_mean(layer: KFACLayer, x: Tensor) -> tuple[Tensor, int]:
         A, `[d_in, d_in]`, in at least single precision, and the number of rows.
 
     Example:
-        >>> import torch
         >>> input_mean(nn.Linear(2, 1), 2 * torch.ones(2, 4, 2))
         (tensor([[4., 4.], [4., 4.]]), 8)
     """
-    x = x.to(accumulation_dtype(x.dtype))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if isinstance(layer, nn.Linear):
         rows = x.reshape(-1, x.shape[-1])
         out = rows.new_empty(rows.shape[1], rows.shape[1])
@@ -163,7 +160,6 @@ def add_gradient_gram_(out: Tensor, layer: KFACLayer, g: Tensor) -> None:
         g: Gradients of the layer's output, `[n, ..., d_out]` or `[n, d_out, *positions]`.
 
     Example:
-        >>> import torch
         >>> B = torch.zeros(2, 2)
         >>> add_gradient_gram_(B, nn.Conv1d(1, 2, 1), torch.ones(3, 2, 5))
         >>> B
@@ -185,7 +181,6 @@ class InputGram:
         name: What the weight is called in errors.
 
     Example:
-        >>> import torch
         >>> gram, layer = InputGram("backpack"), nn.Linear(1, 1)
         >>> gram.add(layer, torch.ones(2, 4, 1))
         >>> gram.result(n=2)
@@ -232,7 +227,6 @@ class OutputGram:
         name: What the layer is called in errors.
 
     Example:
-        >>> import torch
         >>> gram = OutputGram(nn.Linear(1, 1), torch.empty(0), "reduce")
         >>> gram.add([torch.ones(2, 5, 1)], n=2)
         >>> gram.result()
@@ -248,7 +242,9 @@ class OutputGram:
     ) -> None:
         self.layer, self.approx, self.name = layer, approx, name
         d_out = layer.weight.shape[0]
-        self._sum = like.new_zeros(d_out, d_out, dtype=accumulation_dtype(like.dtype))
+        self._sum = like.new_zeros(
+            d_out, d_out, dtype=torch.promote_types(like.dtype, torch.float32)
+        )
 
     def add(self, gradients: Sequence[Tensor], n: int) -> None:
         """Add the gradients of one vector, one tensor for each call of the layer, of n data."""
@@ -273,7 +269,7 @@ class OutputGram:
 
 def _input_sum(layer: KFACLayer, x: Tensor) -> tuple[Tensor, int]:
     """Sum over positions of a layer's input rows, ``[n, d_in]``, and the number of positions."""
-    x = x.to(accumulation_dtype(x.dtype))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if isinstance(layer, nn.Linear):
         rows = x.reshape(len(x), -1, x.shape[-1])
         return rows.sum(1), rows.shape[1]

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from laplace_debias.data.inputs import accumulation_dtype
-
 __all__ = [
     "FISHERS",
     "Fisher",
@@ -126,7 +124,7 @@ def sampled_hessian_root(
         >>> float(v.square().sum())  # 1 - 0.04 - 0.09 - 0.25
         0.62...
     """
-    f = outputs.to(accumulation_dtype(outputs.dtype))
+    f = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     if sampler not in SAMPLERS:
         raise ValueError(
             f"Expected `sampler` in {SAMPLERS}, got {sampler!r}. Remedy: pass one of them."
@@ -216,7 +214,7 @@ def backward_vectors(
         raise ValueError(
             f"Expected `fisher` in {FISHERS}, got {fisher!r}. Remedy: pass one of them."
         )
-    wide = f.to(accumulation_dtype(f.dtype))
+    wide = f.to(torch.promote_types(f.dtype, torch.float32))
     if fisher == "mc":
         root = sampled_hessian_root(wide, likelihood, generator, sampler)
     elif fisher == "exact":
@@ -266,7 +264,7 @@ def loss_sum(f: Tensor, y: Tensor, likelihood: str, weights: Tensor | None = Non
         >>> loss_sum(torch.tensor([[2.0]]), torch.tensor([[5.0]]), "regression")
         tensor(4.5000)
     """
-    f = f.to(accumulation_dtype(f.dtype))
+    f = f.to(torch.promote_types(f.dtype, torch.float32))
     if likelihood == "classification":
         losses = F.cross_entropy(f, y, reduction="none")
     else:

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from laplace_debias.network.unfold import patches
-
 __all__ = ["LayerCall", "Recorder", "check_outputs", "count_uses"]
 
 
@@ -74,39 +72,6 @@ class LayerCall:
                 "the layer was called without a tensor. Remedy: Recorder(..., keep_inputs=True)."
             )
         return self.a
-
-    def inputs(self, n: int, dim: int | None, rows: slice) -> Tensor:
-        """The inputs (patches of a convolution) of some data, ``[m, R, groups, d_in]``.
-
-        Args:
-            n: Number of data in the call.
-            dim: Dimension of the input that runs over them, ``None`` for a single datum.
-            rows: Which data.
-
-        Raises:
-            RuntimeError: If the input was not kept, or changed in place after the call.
-        """
-        x = self.kept_input
-        if x._version != self.version:
-            raise RuntimeError(
-                f"Expected the input of {self.module} to stay as it was, got one that the model "
-                "changed in place after the layer used it. Remedy: replace the in-place operation."
-            )
-        if isinstance(self.module, nn.Conv2d):
-            if len(x) == n:
-                return patches(x[rows], self.module)
-            return patches(x, self.module).flatten(0, 1).unsqueeze(0)  # a single datum
-        a = x if dim is None else x.movedim(dim, 0)
-        a = a.reshape(n, -1, 1, a.shape[-1])
-        return a[rows]
-
-    def gradients(self, g: Tensor, n: int, dim: int | None) -> Tensor:
-        """Bring a gradient of the layer's output to ``[n, d_out, R]``."""
-        if isinstance(self.module, nn.Conv2d):
-            g = g.flatten(2)  # [n, d_out, R]
-            return g if len(g) == n else g.transpose(0, 1).reshape(n, g.shape[1], -1)
-        g = g if dim is None else g.movedim(dim, 0)
-        return g.reshape(n, -1, g.shape[-1]).transpose(1, 2)
 
 
 class Recorder:

@@ -25,7 +25,6 @@ import torch
 from laplace.baselaplace import KronLaplace
 from torch import Tensor
 
-from laplace_debias.data.inputs import accumulation_dtype
 from laplace_debias.network.upstream import decomposed, hessian_factor, posterior_params
 
 PriorPrecisions = float | Tensor | Sequence[float | Tensor]
@@ -201,7 +200,7 @@ def eigen_blocks(la: KronLaplace, deltas: Tensor, memory_budget: int) -> list[Ei
     keep = len(deltas) * sum(p.numel() for p in params) <= max_numel
     blocks = []
     for i, p in enumerate(params):
-        dtype = accumulation_dtype(p.dtype)
+        dtype = torch.promote_types(p.dtype, torch.float32)
         Qs = tuple(Q.detach().to(dtype) for Q in H.eigenvectors[i])
         lams = [lam.detach().to(dtype) for lam in H.eigenvalues[i]]
         if math.prod(map(len, lams)) != p.numel():

@@ -15,13 +15,20 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs, accumulation_dtype, size_of, take
+from laplace_debias.data.inputs import Inputs, size_of, take
 from laplace_debias.network.ownership import is_ordinary, owners
 from laplace_debias.network.recorder import LayerCall
 from laplace_debias.network.unfold import patch_order
 from laplace_debias.predictive import contractions as maths
 from laplace_debias.predictive.eigenblocks import EigenBlock
-from laplace_debias.predictive.probing import Capture, data_dims, per_datum_jacobians, run
+from laplace_debias.predictive.probing import (
+    Capture,
+    call_gradients,
+    call_inputs,
+    data_dims,
+    per_datum_jacobians,
+    run,
+)
 
 Source = tuple[LayerCall, "int | None"]
 
@@ -71,7 +78,9 @@ class LayerJacobians:
         for block in self.blocks:
             if isinstance(self._sources(block, probe, min(n, 2)), str):
                 held += 2 * C * block.param.numel()  # its Jacobian will be formed
-        self._bytes[known] = held * torch.finfo(accumulation_dtype(probe.f.dtype)).bits // 8
+        self._bytes[known] = (
+            held * torch.finfo(torch.promote_types(probe.f.dtype, torch.float32)).bits // 8
+        )
         return self._bytes[known]
 
     def contract(
@@ -173,7 +182,7 @@ class LayerJacobians:
         calls = {id(call): (call, dim) for found in sources.values() for call, dim in found}
         needed = list(calls.values())
         n, C = capture.f.shape
-        dtype = accumulation_dtype(capture.f.dtype)
+        dtype = torch.promote_types(capture.f.dtype, torch.float32)
         if not needed:
             return {}
         edges = [call.edge for call, _ in needed if call.edge is not None]  # all, see _sources
@@ -194,7 +203,7 @@ class LayerJacobians:
             )
             for i, ((call, dim), g) in enumerate(zip(needed, grads, strict=True)):
                 g = capture.f.new_zeros(call.shape) if g is None else g
-                g = call.gradients(g, n, dim)
+                g = call_gradients(call, g, n, dim)
                 if self.keep_graph:
                     kept[i].append(g.to(dtype))
                 else:
@@ -230,7 +239,9 @@ class LayerJacobians:
             module, first = sources[0][0].module, blocks[0]
 
             def inputs(rows: slice) -> Tensor:
-                parts = [call.inputs(n, dim, rows).to(first.lam.dtype) for call, dim in sources]
+                parts = [
+                    call_inputs(call, n, dim, rows).to(first.lam.dtype) for call, dim in sources
+                ]
                 return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
             J = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +15,49 @@ from laplace_debias.predictive.links import (
     mean_log_probabilities,
     needs_diagonal_only,
 )
-from laplace_debias.predictive.predictor import METHODS, StructuredPredictor
 
+METHODS = ("exact", "samples", "auto")
 Prediction = tuple[Tensor, ...]
+"""``(log-probabilities,)`` for classification, ``(mean, covariance)`` for regression."""
+
+
+class Moments(Protocol):
+    """Means and (co)variances of outputs."""
+
+    @property
+    def mean(self) -> Tensor: ...  # noqa: D102
+    @property
+    def covariance(self) -> Tensor: ...  # noqa: D102
+
+
+class Predictor(Protocol):
+    """What makes the moments: the linearised predictive, for one or many prior precisions."""
+
+    many: bool
+
+    def __call__(self, x: Inputs, diagonal_output: bool = False) -> Moments:
+        """Exact moments."""
+        ...
+
+    def sampled(
+        self,
+        x: Inputs,
+        n_samples: int,
+        generator: torch.Generator | None,
+        diagonal_output: bool,
+    ) -> Moments:
+        """Moments of samples."""
+        ...
+
+    def samples(
+        self, x: Inputs, n_samples: int, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs, and samples of them."""
+        ...
+
+    def prefers_samples(self, n_samples: int, diagonal_output: bool) -> bool:
+        """Whether samples cost less than exact moments."""
+        ...
 
 
 def check_method(method: str) -> None:
@@ -28,7 +69,7 @@ def check_method(method: str) -> None:
 
 
 def glm_predictions(
-    predictor: StructuredPredictor,
+    predictor: Predictor,
     x: Inputs,
     *,
     regression: bool,

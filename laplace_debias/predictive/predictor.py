@@ -16,7 +16,7 @@ import torch
 from laplace.baselaplace import KronLaplace
 from torch import Tensor
 
-from laplace_debias.data.inputs import Inputs, accumulation_dtype, size_of, take
+from laplace_debias.data.inputs import Inputs, size_of, take
 from laplace_debias.network.preserve import differentiable
 from laplace_debias.network.upstream import (
     decomposed,
@@ -34,11 +34,11 @@ from laplace_debias.predictive.eigenblocks import (
 )
 from laplace_debias.predictive.last_layer import last_layer_moments
 from laplace_debias.predictive.layer_jacobians import LayerJacobians
-from laplace_debias.predictive.prior_nodes import prior_nodes
+from laplace_debias.predictive.predictions import check_method
+from laplace_debias.predictive.prior_nodes import N_NODES, prior_nodes
 from laplace_debias.predictive.weight_samples import WeightSampler
 
 DEFAULT_MEMORY_BUDGET = 512 * 2**20
-METHODS = ("exact", "samples", "auto")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class StructuredPredictor:
                 f"Expected a positive memory budget in bytes, got {memory_budget}. "
                 "Pass e.g. memory_budget=2**29."
             )
-        dtype = accumulation_dtype(dtype_of(la))
+        dtype = torch.promote_types(dtype_of(la), torch.float32)
         like = torch.empty(0, dtype=dtype, device=device_of(la))
         n_blocks = len(decomposed(la))
         if prior_precisions is None:
@@ -99,7 +99,8 @@ class StructuredPredictor:
         self.la, self.memory_budget = la, int(memory_budget)
         self.keep_graph = la.enable_backprop if keep_graph is None else keep_graph
         nodes = None
-        if not is_last_layer(la) and (self.deltas == self.deltas[:, :1]).all():
+        scalar = bool((self.deltas == self.deltas[:, :1]).all())
+        if scalar and len(self.deltas) > N_NODES and not is_last_layer(la):
             nodes = prior_nodes(self.deltas[:, 0])
         self._coefficients = None if nodes is None else nodes[1]
         deltas = self.deltas if nodes is None else nodes[0].unsqueeze(1).expand(-1, n_blocks)
@@ -325,10 +326,7 @@ def linearized_predictive(
         >>> result.mean.shape, result.covariance.shape
         (torch.Size([5, 2]), torch.Size([3, 5, 2, 2]))
     """
-    if method not in METHODS:
-        raise ValueError(
-            f"Expected method to be one of {METHODS}, got {method!r}. Remedy: pass one of them."
-        )
+    check_method(method)
     if joint and (diagonal_output or method == "samples"):
         raise ValueError(
             "Expected joint=True alone, got it with diagonal_output=True or method='samples'. "

@@ -16,8 +16,16 @@ from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs, size_of, take
 from laplace_debias.network.recorder import LayerCall, Recorder, check_outputs, count_uses
+from laplace_debias.network.unfold import patches
 
-__all__ = ["Capture", "data_dims", "per_datum_jacobians", "run"]
+__all__ = [
+    "Capture",
+    "call_gradients",
+    "call_inputs",
+    "data_dims",
+    "per_datum_jacobians",
+    "run",
+]
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,51 @@ def run(model: nn.Module, x: Inputs, modules: list[nn.Module], keep_graph: bool 
     with recorder.recording():
         f = check_outputs(model(x))
     return Capture(f, recorder.calls, count_uses(f))
+
+
+def call_inputs(call: LayerCall, n: int, dim: int | None, rows: slice) -> Tensor:
+    """The inputs (patches of a convolution) that a layer saw for some data.
+
+    Args:
+        call: The call, its input kept.
+        n: Number of data in the call.
+        dim: Dimension of the input that runs over them, ``None`` for a single datum.
+        rows: Which data.
+
+    Returns:
+        Inputs ``[m, R, groups, d_in]``.
+
+    Raises:
+        RuntimeError: If the input was not kept, or changed in place after the call.
+    """
+    x = call.kept_input
+    if x._version != call.version:
+        raise RuntimeError(
+            f"Expected the input of {call.module} to stay as it was, got one that the model "
+            "changed in place after the layer used it. Remedy: replace the in-place operation."
+        )
+    if isinstance(call.module, nn.Conv2d):
+        if len(x) == n:
+            return patches(x[rows], call.module)
+        return patches(x, call.module).flatten(0, 1).unsqueeze(0)  # a single datum
+    a = x if dim is None else x.movedim(dim, 0)
+    return a.reshape(n, -1, 1, a.shape[-1])[rows]
+
+
+def call_gradients(call: LayerCall, g: Tensor, n: int, dim: int | None) -> Tensor:
+    """Bring a gradient of a layer's output to ``[n, d_out, R]``.
+
+    Args:
+        call: The call.
+        g: The gradient, in the shape of the output.
+        n: Number of data in the call.
+        dim: See :func:`call_inputs`.
+    """
+    if isinstance(call.module, nn.Conv2d):
+        g = g.flatten(2)  # [n, d_out, R]
+        return g if len(g) == n else g.transpose(0, 1).reshape(n, g.shape[1], -1)
+    g = g if dim is None else g.movedim(dim, 0)
+    return g.reshape(n, -1, g.shape[-1]).transpose(1, 2)
 
 
 def data_dims(

@@ -99,9 +99,9 @@ def evaluate_trajectory(
             for X, y in chunks:
                 X, y = X.to(x.device) if isinstance(X, Tensor) else X, y.to(x.device)
                 outputs = functional_call(model, theta, (X,))
-                total = total + loss(outputs, y) * (len(y) / chunks.num_data)
+                total = total + loss(outputs, y) * (len(y) / chunks.n_data)
                 classes = not y.is_floating_point()
                 correct += (outputs.argmax(1) == y).sum() if classes else float("nan")
             losses.append(total)
-            accuracies.append(correct / chunks.num_data)
+            accuracies.append(correct / chunks.n_data)
     return TrajectoryMetrics(torch.stack(losses).cpu(), torch.stack(accuracies).cpu())

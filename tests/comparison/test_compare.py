@@ -135,6 +135,15 @@ def test_model_is_left_as_found(problem):
     model.eval()
 
 
+def test_one_mini_batch_is_enough(problem):
+    model, train, test, ood = problem
+    pair, inputs = test.dataset.tensors, ood.dataset.tensors[0]
+    whole = run((model, train, [pair], None), n_draws=1, ood_loader=[inputs])
+    assert run((model, train, pair, None), n_draws=1, ood_loader=inputs) == whole
+    with pytest.raises(ValueError, match="with targets, got a tensor of shape .*Remedy"):
+        run((model, train, [inputs], None), n_draws=1)
+
+
 def test_unlabelled_and_several_ood_sets(problem):
     *_, ood = problem
     X = ood.dataset.tensors[0]

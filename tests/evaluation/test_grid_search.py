@@ -79,6 +79,25 @@ def test_gridsearch_with_sampled_networks_restores_the_prior():
         assert la.prior_precision.tolist() == [5.0]
 
 
+def test_sampled_networks_against_a_slow_loop():
+    la, loader = fitted_mlp()
+    torch.manual_seed(1)
+    result = gridsearch_prior_precision(
+        la, loader, pred_type="nn", n_samples=5, grid_size=2, log_prior_prec_min=0
+    )
+    torch.manual_seed(1)
+    expected = []
+    for delta in torch.logspace(0, 4, 2):
+        la.prior_precision = delta
+        losses = []
+        for x, y in loader:
+            probs = la(x, pred_type="nn", link_approx="mc", n_samples=5)
+            losses += (-probs[range(len(y)), y].log()).tolist()
+        expected.append(sum(losses) / len(losses))
+    assert result.values["loss"] == pytest.approx(expected, rel=1e-10)
+    assert expected[0] != pytest.approx(expected[1], rel=1e-3)
+
+
 def test_empty_loaders():
     la, _ = fitted_mlp()
     for search in (sweep_prior_precision, gridsearch_prior_precision):

@@ -82,6 +82,21 @@ def test_every_way_out(report, tmp_path):
         report.nll = 0.0
 
 
+def test_scalars_by_name():
+    assert REPORT.scalars() == {
+        "n_data": 4,
+        "accuracy": 0.75,
+        "nll": math.inf,
+        "ece": 0.15,
+        "brier": 0.5,
+        "mean_entropy": 0.3,
+        "ood_auroc": 0.8,
+        "ood_mean_entropy": 0.6,
+        "ood_n_data": 7,
+    }
+    assert REGRESSION.scalars()["coverage_90"] == 1.0
+
+
 def test_json_holds_everything():
     loaded = json.loads(REPORT.to_json())
     assert loaded["nll"] == "inf" and loaded["accuracy"] == 0.75

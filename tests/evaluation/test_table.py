@@ -56,6 +56,22 @@ def test_metrics_from_outside_get_probabilities():
     assert metric.higher_is_better is False
 
 
+def test_what_metrics_from_outside_are_handed():
+    seen = []
+
+    class Recorder(torchmetrics.Metric):
+        def update(self, preds, target):
+            seen.append((preds, target))
+
+        def compute(self):
+            return torch.tensor(0.0)
+
+    UserMetric(Recorder()).update(LOG_PROBS, LABELS)
+    # torchmetrics' own would turn log-probabilities back by a softmax, others would not
+    torch.testing.assert_close(seen[0][0], LOG_PROBS.exp())
+    assert torch.equal(seen[0][1], LABELS)
+
+
 def test_metrics_from_outside_never_see_nan():
     mine = MulticlassAccuracy(2, average="micro")
     metric = UserMetric(mine)

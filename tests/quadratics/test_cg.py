@@ -86,7 +86,7 @@ def test_properties_of_the_solution():
     slopes = torch.stack([D[:, p] @ (H @ x[:, p] + g) for p in range(10)])
     assert torch.allclose(result.magnitudes, -slopes / conjugacy.diagonal(), rtol=1e-9)
     assert torch.allclose(result.residuals, (H @ x + g[:, None]).norm(dim=0), rtol=1e-9)
-    assert result.status is CGStatus.MAX_ITERATIONS and result.num_products == 10
+    assert result.status is CGStatus.MAX_ITERATIONS and result.n_products == 10
 
 
 @pytest.mark.parametrize("side_by_side", [True, False])
@@ -143,10 +143,10 @@ def test_same_batch_twice_is_plain_cg(side_by_side):
 def test_products_are_K_and_2K(K, side_by_side):
     H, g = problem()
     plain = Counting(H)
-    assert cg(plain, g, max_iter=K, rtol=0.0).num_products == plain.columns == K
+    assert cg(plain, g, max_iter=K, rtol=0.0).n_products == plain.columns == K
     one, two = Counting(H), Counting(H + torch.eye(40).double())
     result = debiased_cg(one, two, g, g, max_iter=K, rtol=0.0, side_by_side=side_by_side)
-    assert (one.columns, two.columns, result.num_products) == (K, K, 2 * K)
+    assert (one.columns, two.columns, result.n_products) == (K, K, 2 * K)
 
 
 def test_damping_and_preconditioner_solve_the_damped_system():
@@ -160,7 +160,7 @@ def test_damping_and_preconditioner_solve_the_damped_system():
     exact = cg(H, g, max_iter=500, rtol=1e-12, preconditioner=lambda r: torch.linalg.solve(H, r))
     for result in (plain, conditioned):
         assert torch.allclose(result.solution, expected, rtol=0, atol=1e-10)
-    assert exact.num_products == 1  # the inverse as preconditioner: one iteration
+    assert exact.n_products == 1  # the inverse as preconditioner: one iteration
 
 
 def test_negative_curvature_is_a_status():
@@ -186,7 +186,7 @@ def test_negative_curvature_is_a_status():
 def test_zero_gradient_has_converged():
     H, g = problem()
     result = cg(H, torch.zeros_like(g))
-    assert result.status is CGStatus.CONVERGED and result.num_products == 0
+    assert result.status is CGStatus.CONVERGED and result.n_products == 0
 
 
 def test_last_iterate_only():

@@ -182,7 +182,7 @@ def test_products_are_counted():
     q @ torch.ones(43, dtype=torch.float64)
     q @ torch.ones(43, 10, dtype=torch.float64)
     q.curvatures(torch.eye(43).double()[:, :6])
-    assert q.num_products == 1 + 10 + 6
+    assert q.n_products == 1 + 10 + 6
 
 
 def test_normalises_directions_and_says_so():
