@@ -8,7 +8,8 @@ the data that chose them and on other data with the factor :math:`E^*`,
 .. math::
     \varphi = \frac{\sum_j \lambda_j \lambda_j}{(\operatorname{tr} E)^2}
             = \frac{\operatorname{tr} E^2}{(\operatorname{tr} E)^2}, \qquad
-    \varphi^* = \frac{\sum_j \lambda_j \, q_j^\top E^* q_j}{\operatorname{tr} E \operatorname{tr} E^*}
+    \varphi^* = \frac{\sum_j \lambda_j \, q_j^\top E^* q_j}
+                     {\operatorname{tr} E \operatorname{tr} E^*}
               = \frac{\operatorname{tr} E E^*}{\operatorname{tr} E \operatorname{tr} E^*} .
 
 The first is too large because each datum meets itself in :math:`\operatorname{tr} E^2 = \sum_{ij}
@@ -110,8 +111,8 @@ class ExpectedBias(ExportedResult):
         lines = [
             f"Top curvature to expect from {self.n_data} data, as a multiple of that on other data "
             "(shares of the factor's trace)",
-            f"{'layer':<{width}} {'factor':>6} {'rows':>9} {'dimension':>9} {'effective: rows':>15} "
-            f"{'dimension':>9} {'over-estimation':>15}",
+            f"{'layer':<{width}} {'factor':>6} {'rows':>9} {'dimension':>9} "
+            f"{'effective: rows':>15} {'dimension':>9} {'over-estimation':>15}",
         ]
         for f in self.factors:
             lines.append(
@@ -190,8 +191,9 @@ def expected_bias(factors: Factors) -> ExpectedBias:
         >>> X = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
         >>> layer = torch.nn.Linear(2, 1, bias=False)
         >>> factors = kfac_factors(layer, X, likelihood="regression", count_rows=True)
-        >>> expected_bias(factors).factors[1].overestimation  # 1/2, against 1/3 without i = j
-        1.5...
+        >>> A = expected_bias(factors).factors[1]
+        >>> round(A.overestimation, 6)  # the share 1/2, against 1/3 without i = j
+        1.5
     """
     if not factors.row_counts:
         raise ValueError(

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from laplace_debias.data.inputs import accumulation_dtype
 from laplace_debias.kfac.grams import KFACApprox, check_datum
 from laplace_debias.network.ownership import KFACLayer
 from laplace_debias.network.unfold import conv_image, conv_windows, last_first
@@ -151,7 +150,7 @@ def input_rows(layer: KFACLayer, x: Tensor, approx: KFACApprox) -> Tensor:
         >>> input_rows(nn.Conv1d(1, 1, 2), torch.arange(3.0).view(1, 1, 3), "expand")
         tensor([[[0., 1.], [1., 2.]]])
     """
-    x = x.to(accumulation_dtype(x.dtype))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if isinstance(layer, nn.Linear):
         rows = x.reshape(len(x), -1, x.shape[-1])
     else:
@@ -177,7 +176,7 @@ def output_rows(layer: KFACLayer, g: Tensor, approx: KFACApprox) -> Tensor:
         >>> output_rows(nn.Linear(3, 1), torch.ones(1, 4, 1), "backpack")
         tensor([[[4.]]])
     """
-    g = g.to(accumulation_dtype(g.dtype))
+    g = g.to(torch.promote_types(g.dtype, torch.float32))
     if not isinstance(layer, nn.Linear):
         g = g.movedim(1, -1)
     rows = g.reshape(len(g), -1, g.shape[-1])
