@@ -14,9 +14,9 @@ the data that chose them and on other data with the factor :math:`E^*`,
 
 The first is too large because each datum meets itself in :math:`\operatorname{tr} E^2 = \sum_{ij}
 \operatorname{tr} E_i E_j`. Without the terms i = j, numerator and denominator are sums over pairs
-of different data, and these are to each other what any two data are, so they have the second's
-expectations, whatever the distribution of the data and however the rows of one datum depend on each
-other:
+of different data. Up to a common factor they have the expectations of the second's numerator and
+denominator, for any number of data, whatever their distribution, and however the rows of one datum
+depend on each other:
 
 .. math::
     \tilde\varphi = \frac{\sum_{i \ne j} \operatorname{tr} E_i E_j}
@@ -139,7 +139,7 @@ def effective_dimension(M: Tensor) -> float:
     """
     scaled = M.double() / M.abs().max().clamp(min=torch.finfo(M.dtype).tiny)
     squares = float(scaled.square().sum())
-    return float(scaled.trace()) ** 2 / squares if squares > 0 else 0.0
+    return float(scaled.trace()) ** 2 / squares if squares != 0 else 0.0
 
 
 def expected_overestimation(
@@ -188,12 +188,12 @@ def expected_bias(factors: Factors) -> ExpectedBias:
 
     Example:
         >>> from laplace_debias.kfac.engine import kfac_factors
-        >>> X = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> X = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
         >>> layer = torch.nn.Linear(2, 1, bias=False)
         >>> factors = kfac_factors(layer, X, likelihood="regression", count_rows=True)
         >>> A = expected_bias(factors).factors[1]
-        >>> round(A.overestimation, 6)  # the share 1/2, against 1/3 without i = j
-        1.5
+        >>> round(A.overestimation, 6)  # the share 10 / 16, against 6 / 12 without i = j
+        1.25
     """
     if not factors.row_counts:
         raise ValueError(

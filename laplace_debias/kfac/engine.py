@@ -274,8 +274,8 @@ class Engine:
                     for layer in p.layers
                     for g in found[layer]
                 ]
-                for i, new in enumerate(parts):
-                    counter.add(new, to_last=i > 0 and self.kfac_approx != "expand")
+                for new in parts if self.kfac_approx == "expand" else parts and [sum(parts)]:
+                    counter.add(new)
         return len(V), {layer: gram.result() for layer, gram in grams.items()}
 
     def _check_called(self, recorder: Recorder, outputs: bool) -> None:

@@ -47,12 +47,12 @@ class RowCount:
     @property
     def effective_rows(self) -> float:
         """Effective number of rows, ``trace^2 / squares``; 0 where all rows are zero."""
-        return self.trace**2 / self.squares if self.squares > 0 else 0.0
+        return self.trace**2 / self.squares if self.squares != 0 else 0.0
 
     @property
     def effective_data(self) -> float:
         """Effective number of data, ``trace^2 / trace_squares``; 0 where all rows are zero."""
-        return self.trace**2 / self.trace_squares if self.trace_squares > 0 else 0.0
+        return self.trace**2 / self.trace_squares if self.trace_squares != 0 else 0.0
 
     def __add__(self, other: RowCount) -> RowCount:
         """Rows of the data of both.
