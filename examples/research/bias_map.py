@@ -61,6 +61,17 @@ WITHIN = 1.5
 
 
 # %% Factors
+@dataclass(frozen=True)
+class Sizes:
+    """How large the map is."""
+
+    batch_sizes: tuple[int, ...] = (16, 64, 256)
+    draws: int = 10
+    posterior_draws: int = 2
+    n_test: int = 50
+    epochs: int | None = None
+
+
 def factors_of(
     problem: Problem, rows: Tensor, approx: str, fisher: str, sampler: str = "trace", **kwargs: Any
 ) -> Factors:
@@ -170,35 +181,33 @@ def posterior(problem: Problem, approx: str, fisher: str, method: str, batches: 
 
 
 def posterior_cell(
-    problem: Problem, approx: str, fisher: str, m: int, draws: int, n_test: int, reference: Tensor
+    problem: Problem, store: CellStore, approx: str, fisher: str, m: int, sizes: Sizes
 ) -> dict[str, float]:
     """Mean distance of each method to the full batch, over draws, test inputs and logits."""
-    kind, sampler, _ = FISHERS[fisher]
-    distances = dict.fromkeys(METHODS, 0.0)
-    for draw in range(draws):
-        generator = torch.Generator().manual_seed(1000 * m + draw)
-        rows = torch.randperm(problem.n, generator=generator)[:m]
-        halves = [(problem.x[half], problem.y[half]) for half in rows.chunk(2)]
-        for method in METHODS:
-            options = {"sampler": sampler, "generator": generator}
-            la = posterior(problem, approx, kind, method, halves, **options)
-            log_ratio = (deviations(problem, la, n_test) / reference).log()
-            distances[method] += float(log_ratio.abs().mean()) / draws
-    return distances
+    kind, sampler, target = FISHERS[fisher]
+
+    def full_batch() -> Tensor:
+        la = posterior(problem, approx, target, "single", [(problem.x, problem.y)])
+        return deviations(problem, la, sizes.n_test)
+
+    def measure() -> dict[str, float]:
+        reference = store.get(f"reference {approx} {target}", full_batch)
+        distances = dict.fromkeys(METHODS, 0.0)
+        for draw in range(sizes.posterior_draws):
+            generator = torch.Generator().manual_seed(1000 * m + draw)
+            rows = torch.randperm(problem.n, generator=generator)[:m]
+            halves = [(problem.x[half], problem.y[half]) for half in rows.chunk(2)]
+            for method in METHODS:
+                options = {"sampler": sampler, "generator": generator}
+                la = posterior(problem, approx, kind, method, halves, **options)
+                log_ratio = (deviations(problem, la, sizes.n_test) / reference).log()
+                distances[method] += float(log_ratio.abs().mean()) / sizes.posterior_draws
+        return distances
+
+    return store.get(f"posteriors {approx} {fisher} {m}", measure)
 
 
 # %% All cells
-@dataclass(frozen=True)
-class Sizes:
-    """How large the map is."""
-
-    batch_sizes: tuple[int, ...] = (16, 64, 256)
-    draws: int = 10
-    posterior_draws: int = 2
-    n_test: int = 50
-    epochs: int | None = None
-
-
 def approximations(network: str) -> tuple[str, ...]:
     """Those that differ: an MLP has a single position."""
     return ("expand",) if network.startswith("MLP") else ("expand", "reduce", "backpack")
@@ -206,56 +215,49 @@ def approximations(network: str) -> tuple[str, ...]:
 
 def run(networks: list[str], sizes: Sizes, folder: Path | None) -> tuple[list[dict], list[dict]]:
     """Measure, or read, all factors and posteriors; posteriors for first seeds only."""
-    factors, posteriors = [], []
+    factors: list[dict] = []
+    posteriors: list[dict] = []
     for network in tqdm(networks):
         name, seed, _ = NETWORKS[network]
         problem = trained_problem(name, sizes.epochs, seed=seed)
         config = {"network": network, **vars(sizes), "batch_sizes": list(sizes.batch_sizes)}
         store = CellStore(None if folder is None else folder / network, config)
-        for approx in approximations(network):
-            for fisher, (_, _, target) in FISHERS.items():
-                for m in sizes.batch_sizes:
-                    label = {"network": network, "approx": approx, "fisher": fisher, "m": m}
-                    cell = f"{approx} {fisher} {m}"
-                    args = (problem, approx, fisher, m)
-                    found = store.get(
-                        f"factors {cell}", lambda args=args: factor_cell(*args, sizes.draws)
+        for fisher in FISHERS:
+            for m in sizes.batch_sizes:
+                label = {"network": network, "fisher": fisher, "m": m}
+                measured = {
+                    approx: store.get(
+                        f"factors {approx} {fisher} {m}",
+                        lambda args=(problem, approx, fisher, m): factor_cell(*args, sizes.draws),
                     )
-                    factors += [label | row for row in found]
-                    if seed:
-                        continue
-
-                    def reference(approx=approx, target=target, problem=problem) -> Tensor:
-                        everything = [(problem.x, problem.y)]
-                        la = posterior(problem, approx, target, "single", everything)
-                        return deviations(problem, la, sizes.n_test)
-
-                    truth = store.get(f"reference {approx} {target}", reference)
-                    counts = (sizes.posterior_draws, sizes.n_test, truth)
-                    distances = store.get(
-                        f"posteriors {cell}",
-                        lambda args=args, counts=counts: posterior_cell(*args, *counts),
-                    )
-                    # the posterior's weakest factor
-                    ratio = min(mean(row, "rows") / mean(row, "D") for row in found)
-                    posteriors.append(label | distances | {"ratio": ratio})
-    return distinct(factors), posteriors
+                    for approx in approximations(network)
+                    if approx != "backpack"
+                }
+                rows = [{"approx": a, **label, **row} for a in measured for row in measured[a]]
+                factors += distinct(rows)
+                for approx in () if seed else approximations(network):
+                    distances = posterior_cell(problem, store, approx, fisher, m, sizes)
+                    parts = ("reduce", "expand") if approx == "backpack" else (approx, approx)
+                    behind = [
+                        row
+                        for kind, part in zip("BA", parts, strict=True)
+                        for row in measured[part]
+                        if row["factor"] == kind
+                    ]
+                    ratio = min(mean(row, "rows") / mean(row, "D") for row in behind)
+                    posteriors.append({"approx": approx, **label, **distances, "ratio": ratio})
+    return factors, posteriors
 
 
-def distinct(factors: list[dict]) -> list[dict]:
-    """Leave out factors that are another approximation's: BackPACK's, and of single positions."""
+def distinct(rows: list[dict]) -> list[dict]:
+    """Leave out the factors of reduce that are expand's, because they have a single position."""
     expanded = {
-        (row["network"], row["fisher"], row["m"], row["layer"], row["factor"]): row["n_rows"]
-        for row in factors
-        if row["approx"] == "expand"
+        (row["layer"], row["factor"]): row["n_rows"] for row in rows if row["approx"] == "expand"
     }
     return [
         row
-        for row in factors
-        if row["approx"] == "expand"
-        or row["approx"] == "reduce"
-        and row["n_rows"]
-        < expanded[row["network"], row["fisher"], row["m"], row["layer"], row["factor"]]
+        for row in rows
+        if row["approx"] == "expand" or row["n_rows"] < expanded[row["layer"], row["factor"]]
     ]
 
 

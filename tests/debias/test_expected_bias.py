@@ -73,7 +73,7 @@ def test_rows_of_very_unequal_length(name):
 
     measured, predicted, _ = simulated(rows_of, torch.diag(s), 32)
     naive = 1 + effective_dimension(torch.diag(s)) / 32  # what equal rows would give
-    assert measured > 1.5 * naive
+    assert measured - 1 > 3 * (naive - 1)
     assert predicted == pytest.approx(measured, rel=0.2)
 
 
