@@ -11,10 +11,21 @@ map. Curvatures are compared as shares of their factor's trace, because the trac
 unbiased, but so noisy (of a well-trained network's data few carry curvature) that ten draws do not
 average it. BackPACK's factors are expand's A and reduce's B.
 
-The rule was chosen on the first two networks: of several candidates, the random-matrix formula
-`(1 + sum_j lam_j / (lam_1 - lam_j) / m)^2` (exact for equal, independent Gaussian rows, and shown
-here for comparison) lost, because one datum of a mini-batch may carry most of its curvature, which
-looks like a true top direction to it. The other networks were not looked at before.
+The rule was chosen on the first two networks, as was the comparison by shares. The random-matrix
+formula `(1 + sum_j lam_j / (lam_1 - lam_j) / m)^2` (right for many equal, independent Gaussian
+rows, and shown for comparison) lost, because one datum of a mini-batch may carry most of its
+curvature, and looks like a true top direction to it. The other four networks were held out. Of
+their 585 factors the rule foretells 98 % within a factor 1.5 (mean over ten draws; 94 % for the top
+direction alone, 72 % by the random-matrix formula). All that it misses have fewer than five
+effective rows (a split made afterwards), of which no mini-batch can tell much: the worst is 2.3
+times too high. A single mini-batch's prediction is within 1.5 of the mean over-estimation in 85 %
+of the cases, with labels drawn from the softmax in 60 % only.
+
+What the map says: the number of rows over the dimension hardly tells the bias, the effective
+number of rows over the effective dimension does. Input factors have none to speak of. Where the
+weakest factor has fewer than three effective rows per effective dimension, two-batch and crossfit
+posteriors are two to three times closer to the full batch than a single mini-batch; above ten,
+nothing is left to correct, and two-batch loses by halving its data.
 """
 
 # %% Imports
@@ -244,8 +255,8 @@ def run(networks: list[str], sizes: Sizes, folder: Path | None) -> tuple[list[di
                         for row in measured[part]
                         if row["factor"] == kind
                     ]
-                    ratio = min(mean(row, "rows") / mean(row, "D") for row in behind)
-                    posteriors.append({"approx": approx, **label, **distances, "ratio": ratio})
+                    weakest = min(ratio(row) for row in behind)
+                    posteriors.append({"approx": approx, **label, **distances, "ratio": weakest})
     return factors, posteriors
 
 
@@ -265,6 +276,11 @@ def distinct(rows: list[dict]) -> list[dict]:
 def mean(row: dict, key: str) -> float:
     """Mean over the draws."""
     return sum(draw[key] for draw in row["draws"]) / len(row["draws"])
+
+
+def ratio(row: dict) -> float:
+    """Effective rows over effective dimension, the harmonic mean over the draws."""
+    return len(row["draws"]) / sum(draw["D"] / draw["rows"] for draw in row["draws"])
 
 
 def overestimation(row: dict, which: str) -> float:
@@ -314,6 +330,7 @@ def table(factors: list[dict], posteriors: list[dict]) -> str:
         add_line(title, rows)
         biased = [row for row in rows if overestimation(row, "all") > 1.2]
         add_line("  over-estimated by > 20 %", biased)
+        add_line("    5 effective rows or more", [r for r in biased if mean(r, "rows") >= 5])
         for fisher in FISHERS:
             add_line(f"  {fisher}", [row for row in rows if row["fisher"] == fisher])
     for network in dict.fromkeys(row["network"] for row in factors):
@@ -348,12 +365,11 @@ def figure(factors: list[dict], posteriors: list[dict], path: Path) -> None:
         fills = ["0.35" if row["factor"] == "B" else "white" for row in rows]
         style = {"marker": shape, "s": 11, "c": fills, "edgecolors": "0.2", "linewidths": 0.4}
         axes[0].scatter([r["n_rows"] / r["dimension"] for r in rows], measured, **style)
-        ratios = [mean(row, "rows") / mean(row, "D") for row in rows]
-        axes[1].scatter(ratios, measured, **style)
+        axes[1].scatter([ratio(row) for row in rows], measured, **style)
         axes[1].scatter([], [], marker=shape, s=14, c="0.35", label=network)
     axes[1].scatter([], [], marker="o", s=14, c="white", edgecolors="0.2", label="inputs (A)")
     x = torch.logspace(math.log10(1.08), 3, 200)
-    axes[1].plot(x, 1 / (1 - 1 / x), "k-", lw=1, label=r"rule: $1/(1 - D/m)$")
+    axes[1].plot(x, 1 / (1 - 1 / x), "k-", lw=1, label=r"rule for many data: $1/(1 - D/m)$")
     axes[0].set_xlabel("rows / dimension", **small)
     axes[1].set_xlabel("effective rows $m$ / effective dimension $D$", **small)
     for ax in axes[:2]:
@@ -365,7 +381,7 @@ def figure(factors: list[dict], posteriors: list[dict], path: Path) -> None:
     looks = {"single": ("x", "0.0"), "two-batch": ("o", "0.55"), "crossfit": ("^", "0.75")}
     for method, (marker, shade) in looks.items():
         found = sorted((row["ratio"], row[method]) for row in posteriors)
-        axes[2].scatter(*zip(*found, strict=True), marker=marker, s=12, c=shade, lw=0.8, alpha=0.7)
+        axes[2].scatter(*zip(*found, strict=True), marker=marker, s=9, c=shade, lw=0.6, alpha=0.6)
         ends = [found[i * len(found) // 5 : (i + 1) * len(found) // 5] for i in range(5)]
         middle = [[median(column) for column in zip(*part, strict=True)] for part in ends if part]
         style = {"single": "-", "two-batch": "--", "crossfit": ":"}[method]
