@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from laplace.utils import FeatureExtractor
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.network.recorder import Recorder
@@ -62,11 +62,23 @@ class LastLayerNetwork(FeatureExtractor):
         Raises:
             ValueError: If it is not an ``nn.Linear``.
         """
-        hooks = self.model.get_submodule(last_layer_name)._forward_hooks
+        layer = self.model.get_submodule(last_layer_name)
+        if not isinstance(layer, nn.Linear):
+            raise ValueError(
+                f"Expected a network whose last layer is an nn.Linear, got {type(layer).__name__} "
+                f"('{last_layer_name}'). Remedy: subset_of_weights='all', or pass the name of the "
+                "nn.Linear that the network ends with as `last_layer_name`."
+            )
+        hooks = layer._forward_hooks
         before = set(hooks)
         super().set_last_layer(last_layer_name)
         for key in set(hooks) - before:
             del hooks[key]
+
+    def forget_last_layer(self) -> None:
+        """Become a network whose last layer is not known yet."""
+        self.last_layer = None
+        del self._last_layer_name
 
     def forward_with_features(self, x: Inputs, **model_kwargs: Any) -> tuple[Tensor, Tensor]:
         """See :func:`outputs_and_features`."""

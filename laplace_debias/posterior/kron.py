@@ -23,6 +23,7 @@ from laplace_debias.network.upstream import (
     unchecked_prior,
 )
 from laplace_debias.posterior.debiased import DebiasedPosterior
+from laplace_debias.posterior.state import left_as_it_was
 
 __all__ = ["DebiasedKronLLLaplace", "DebiasedKronLaplace"]
 
@@ -99,6 +100,11 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):
         parameters = posterior_params(self)
         values = torch.as_tensor(self.prior_precision).expand(len(parameters))
         return torch.cat([v.expand(p.numel()) for v, p in zip(values, parameters, strict=True)])
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        """See :meth:`DebiasedPosterior.fit`; finds the last layer first, if it is not known."""
+        with left_as_it_was(self):
+            super().fit(*args, **kwargs)
 
     def _prepare(self, train_loader: Iterable[Any], override: bool) -> Iterable[Any]:
         """Find the last layer from a first datum or mini-batch, which is read but once."""
