@@ -16,7 +16,7 @@ from laplace_debias.network.features import LastLayerNetwork
 from laplace_debias.network.nested import Change, held
 from laplace_debias.network.upstream import feature_extractor, last_layer_name
 
-__all__ = ["computing_model", "differentiable", "evaluation_mode", "preserved"]
+__all__ = ["computing_model", "differentiable", "evaluation_mode", "parameters_kept", "preserved"]
 
 LEFTOVERS = {"fisher", "_backpack_extend"}
 """Attributes that ASDL and BackPACK leave on modules, and for which they refuse each other's."""
@@ -85,6 +85,35 @@ def differentiable(model: nn.Module, params: Iterable[Tensor]) -> Iterator[None]
         torch.enable_grad(),
     ):
         yield
+
+
+@contextmanager
+def parameters_kept(model: nn.Module) -> Iterator[None]:
+    """Put every module's own parameters back where something else stands in their place.
+
+    ``torch.func.functional_call`` leaves its tensors in a module that stands in the network under
+    two names.
+
+    Args:
+        model: The network.
+
+    Yields:
+        Nothing; parameters may be exchanged inside the ``with`` block.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> net, other = nn.Sequential(layer, layer), {"0.weight": torch.zeros(1, 1)}
+        >>> with parameters_kept(net):
+        ...     _ = torch.func.functional_call(net, other, (torch.ones(1, 1),))
+        >>> isinstance(layer.weight, nn.Parameter)
+        True
+    """
+    kept = [(module._parameters, dict(module._parameters)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for own, content in kept:
+            own.update(content)
 
 
 @contextmanager

@@ -172,8 +172,8 @@ def _upgraded(state: State) -> State:
         remedy = (
             "update laplace_debias, the state is of a newer release"
             if isinstance(found, int) and found > FORMAT
-            else "load what a debiased posterior's `state_dict()` returned; a state of laplace-torch "
-            "holds no debiased eigenvalues, so fit again"
+            else "load what a debiased posterior's `state_dict()` returned; a state of "
+            "laplace-torch holds no debiased eigenvalues, so fit again"
         )
         raise ValueError(
             f"Expected a state of format {min(UPGRADES)} to {FORMAT}, got {found}. "
