@@ -13,6 +13,8 @@ MODULES = sorted(
 )
 MOST_LINES = 300
 LONGER = {
+    # The three approximations side by side, with their formulas.
+    "kfac/grams.py": 310,
     # THE engine: half of it is documentation of its attributes and arguments.
     "kfac/engine.py": 340,
     # Every flavour of curvature side by side.
@@ -26,7 +28,7 @@ LONGER = {
     # Plain and debiased CG, which share their recursion.
     "quadratics/cg.py": 350,
     # One class with its maths, each method a few lines.
-    "quadratics/quadratic.py": 310,
+    "quadratics/quadratic.py": 320,
     # Three studies with the same steps.
     "quadratics/studies.py": 370,
 }

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.reading import check_targets
 from laplace_debias.kfac.backend import HookGGN, HookInterface
-from laplace_debias.kfac.engine import FitCost
+from laplace_debias.kfac.cost import FitCost
 from laplace_debias.kfac.factors import Block, Factors
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.ownership import KFAC_TYPES, kfac_layers
