@@ -1,18 +1,18 @@
 r"""Which data deserve backward passes: draw them by the curvature they carry, and weight them back.
 
 A datum adds to every output factor B in proportion to its output Hessian, whose trace is
-`1 - sum_c p_c^2` for softmax. In a well-trained classifier it nearly vanishes for most data, so
+``1 - sum_c p_c^2`` for softmax. In a well-trained classifier it nearly vanishes for most data, so
 that a uniform draw wastes its backward passes on them. Instead, data are drawn with replacement,
-with probabilities `q` from their scores `s` mixed with a little of the uniform distribution over
-the `n` data of a pool, and each gets an importance weight::
+with probabilities ``q`` from their scores ``s`` mixed with a little of the uniform distribution over
+the ``n`` data of a pool, and each gets an importance weight::
 
     q_i = (1 - u) s_i / sum_j s_j + u / n            w_i = 1 / (n q_i)
 
-For any function h, `1/m sum_{j=1}^m w_{i_j} h_{i_j}` is then unbiased for the pool's mean of h. The
-uniform part bounds the weights by `1 / u`. Its share matters little: 2 to 10 per cent came out the
-same within errors, see `examples/research/debiasing_losers.py`.
+For any function h, ``1/m sum_{j=1}^m w_{i_j} h_{i_j}`` is then unbiased for the pool's mean of h. The
+uniform part bounds the weights by ``1 / u``. Its share matters little: 2 to 10 per cent came out the
+same within errors, see ``examples/research/debiasing_losers.py``.
 
-`laplace_debias.debias.reservoirs` makes the independent draw from a stream.
+``laplace_debias.debias.reservoirs`` makes the independent draw from a stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from laplace_debias.network.loss import curvature_scores
 
 DEFAULT_SHARE = 0.05
-"""Share of the uniform distribution in the mixture, see `examples/research/debiasing_losers.py`."""
+"""Share of the uniform distribution in the mixture, see ``examples/research/debiasing_losers.py``."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class WeightedDraw:
     """Data drawn from a pool, with importance weights.
 
     Attributes:
-        indices: Positions in the pool, `[m]`; a datum may occur more than once.
-        weights: `1 / (n_pool q)` of each, `[m]`, in float64.
+        indices: Positions in the pool, ``[m]``; a datum may occur more than once.
+        weights: ``1 / (n_pool q)`` of each, ``[m]``, in float64.
         n_pool: Number of data in the pool.
     """
 
@@ -47,15 +47,15 @@ def sampling_probabilities(scores: Tensor, uniform: float = DEFAULT_SHARE) -> Te
     """Probabilities proportional to the scores, mixed with the uniform distribution.
 
     Args:
-        scores: Non-negative score `[n]` of each datum in the pool.
-        uniform: Share u of the uniform distribution, in `[0, 1]`.
+        scores: Non-negative score ``[n]`` of each datum in the pool.
+        uniform: Share u of the uniform distribution, in ``[0, 1]``.
 
     Returns:
-        Probabilities q, `[n]`, in float64.
+        Probabilities q, ``[n]``, in float64.
 
     Raises:
-        ValueError: If scores are negative, not finite or all zero, or `uniform` lies outside `[0,
-            1]`.
+        ValueError: If scores are negative, not finite or all zero, or ``uniform`` lies outside ``[0,
+            1]``.
 
     Example:
         >>> sampling_probabilities(torch.tensor([0.0, 1.0]), uniform=0.2)
@@ -82,7 +82,7 @@ def draw_weighted(
 ) -> WeightedDraw:
     """Draw data from a pool by their scores, with replacement.
 
-    Without `order` the draws are independent. With it they are systematic: the probabilities are
+    Without ``order`` the draws are independent. With it they are systematic: the probabilities are
     laid end to end in that order, and m equidistant points with one random offset pick the data.
     Every datum is expected as often as before, so the weights and unbiasedness are the same; but
     data that are neighbours in the order now share their draws evenly, which takes away the
@@ -93,18 +93,18 @@ def draw_weighted(
     along each other's directions.
 
     Args:
-        scores: Non-negative score `[n]` of each datum in the pool.
+        scores: Non-negative score ``[n]`` of each datum in the pool.
         m: Number of data to draw.
         uniform: Share of the uniform distribution in the mixture.
-        order: Permutation `[n]` of the pool that puts similar data side by side, for instance
-            `curvature_order(outputs)`.
+        order: Permutation ``[n]`` of the pool that puts similar data side by side, for instance
+            ``curvature_order(outputs)``.
         generator: Source of randomness on the scores' device; the global one by default.
 
     Returns:
         The data's positions and weights.
 
     Raises:
-        ValueError: As `sampling_probabilities`, or if the pool is smaller than the draw, or `order`
+        ValueError: As ``sampling_probabilities``, or if the pool is smaller than the draw, or ``order``
             has the wrong length.
 
     Example:
@@ -142,10 +142,10 @@ def curvature_order(outputs: Tensor) -> Tensor:
     """Order of a pool for systematic draws: by predicted class, then by score.
 
     Args:
-        outputs: Network outputs `[n, C]` of a classifier.
+        outputs: Network outputs ``[n, C]`` of a classifier.
 
     Returns:
-        Permutation `[n]`.
+        Permutation ``[n]``.
 
     Example:
         >>> curvature_order(torch.tensor([[0.0, 9.0], [1.0, 0.0], [0.0, 1.0], [9.0, 0.0]]))
@@ -155,10 +155,10 @@ def curvature_order(outputs: Tensor) -> Tensor:
 
 
 def effective_sample_size(weights: Tensor) -> float:
-    """How many equal contributions vary as little as these: `(sum w)^2 / sum w^2`.
+    """How many equal contributions vary as little as these: ``(sum w)^2 / sum w^2``.
 
     Args:
-        weights: Non-negative contributions `[n]`: scores for a uniform draw, or `weights * scores`
+        weights: Non-negative contributions ``[n]``: scores for a uniform draw, or ``weights * scores``
             for a weighted one.
 
     Returns:
@@ -181,7 +181,7 @@ def checked_scores(scores: Tensor) -> Tensor:
     """Raise unless there is one finite, non-negative number per datum.
 
     Args:
-        scores: Scores `[n]`.
+        scores: Scores ``[n]``.
 
     Returns:
         The scores in float64.
