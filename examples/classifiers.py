@@ -53,7 +53,10 @@ def mnist(folder: Path | None = None) -> Data:
 
 
 def cifar10(folder: Path | None = None) -> Data:
-    """CIFAR-10 from a folder that holds ``cifar-10-batches-py``; the paper's 40,000 for training."""
+    """CIFAR-10 from a folder that holds ``cifar-10-batches-py``.
+
+    The paper's 40,000 for training.
+    """
     if folder is None:
         raise ValueError(
             "Expected --folder with CIFAR-10, got none. Remedy: --folder DATA, where DATA holds "

@@ -142,7 +142,8 @@ def factor_cell(problem: Problem, approx: str, fisher: str, m: int, draws: int) 
 def shares(E: Tensor, others: Tensor) -> dict[str, float]:
     """Shares of the trace along the eigenvectors of E, on its own data and on others.
 
-    ``top`` is that of the first eigenvector, ``all`` the mean over all weighted by their eigenvalues.
+    ``top`` is that of the first eigenvector, ``all`` the mean over all weighted by their
+    eigenvalues.
     """
     lam, Q = eigh_float64(E)
     lam = lam.clamp(min=0) / lam.clamp(min=0).sum()
@@ -284,7 +285,10 @@ def ratio(row: dict) -> float:
 
 
 def overestimation(row: dict, which: str) -> float:
-    """Ratio of mean shares: of the top direction (``top``), or of all by their curvature (``all``)."""
+    """Ratio of mean shares.
+
+    Of the top direction (``top``), or of all by their curvature (``all``).
+    """
     return mean(row, which) / mean(row, f"{which}, others")
 
 

@@ -101,7 +101,10 @@ def frobenius(fit: Fitter, outputs: Tensor) -> Tensor:
 
 
 def behind_last_layer(fit: Fitter, outputs: Tensor) -> Tensor:
-    """Trace of the Hessian with respect to the last layer's input, ``tr(W^T (diag p - p p^T) W)``."""
+    """Trace of the Hessian with respect to the last layer's input.
+
+    ``tr(W^T (diag p - p p^T) W)``.
+    """
     W = [layer for layer in fit.problem.model if isinstance(layer, nn.Linear)][-1].weight
     G, p = (W @ W.T).detach().double(), outputs.double().softmax(-1)
     return (p * G.diag()).sum(1) - ((p @ G) * p).sum(1)

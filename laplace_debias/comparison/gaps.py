@@ -1,12 +1,12 @@
 r"""How far a method's curves are from the reference's.
 
-Notation: :math:`m_{d,\beta}`` is a metric of a method fitted on draw d of its data, at prior
-precision :math:``\beta`, and :math:`r_\beta` the same of the reference (the approximation of the
+Notation: :math:`m_{d,\beta}` is a metric of a method fitted on draw d of its data, at prior
+precision :math:`\beta`, and :math:`r_\beta` the same of the reference (the approximation of the
 whole training set). Bars over it are means over draws.
 
-- gap: mean over d and :math:`\beta` of :math:`|m_{d,\beta} - r_\beta|``;
-- bias: mean over :math:``\beta` of :math:`|\bar m_\beta - r_\beta|``, what no averaging removes;
-- spread: mean over :math:``\beta` of the standard deviation of :math:`m_{d,\beta}` over d;
+- gap: mean over d and :math:`\beta` of :math:`|m_{d,\beta} - r_\beta|`;
+- bias: mean over :math:`\beta` of :math:`|\bar m_\beta - r_\beta|`, what no averaging removes;
+- spread: mean over :math:`\beta` of the standard deviation of :math:`m_{d,\beta}` over d;
 - gap ratio: the gap of a method divided by that of the single mini-batch with as many data.
 
 Debiasing pays where the single mini-batch's bias exceeds its spread.

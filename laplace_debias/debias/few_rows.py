@@ -8,9 +8,9 @@ the singular value decomposition ``X = U diag(s) V^T``, all folds live in the r 
 
     Z = X V = U diag(s)   [n, r]            E_k = V (Z_k^T Z_k / n_k) V^T
 
-so that the rank-i direction of the other folds and the curvature of fold k along it come from ``r x
-r`` matrices, exactly as ``laplace_debias.debias.folds`` defines them. Directions that the other folds
-do not span share what is left of the trace of ``E_k``.
+so that the rank-i direction of the other folds and the curvature of fold k along it come from
+``r x r`` matrices, exactly as ``laplace_debias.debias.folds`` defines them. Directions that the
+other folds do not span share what is left of the trace of ``E_k``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ ROW_FOLDS = 8
 def few_rows_from(n_rows: int) -> int:
     """Dimension from which on a number of rows counts as few.
 
-    ``ROW_FOLDS`` decompositions of ``n x n`` matrices take at most the time of one of a ``d x d`` matrix
-    then.
+    ``ROW_FOLDS`` decompositions of ``n x n`` matrices take at most the time of one of a ``d x d``
+    matrix then.
 
     Args:
         n_rows: Number of rows of all folds.

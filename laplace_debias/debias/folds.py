@@ -1,7 +1,7 @@
 r"""Cross-fitted eigenvalues: directions from all data, curvatures from data that chose none.
 
-The data of one Kronecker factor come in K folds; ``E_k`` is the factor's mean over the ``m_k`` data of
-fold k and ``E = sum_k m_k E_k / sum_k m_k`` the pooled factor, with eigenvectors Q in ascending
+The data of one Kronecker factor come in K folds; ``E_k`` is the factor's mean over the ``m_k`` data
+of fold k and ``E = sum_k m_k E_k / sum_k m_k`` the pooled factor, with eigenvectors Q in ascending
 order. Let ``q_i^(-k)`` be the rank-i eigenvector of the factor pooled over all folds but k. Then::
 
     lam_i = sum_k (m_k / M)  q_i^(-k)^T  E_k  q_i^(-k)          block factor: Q diag(lam) Q^T
@@ -9,8 +9,8 @@ order. Let ``q_i^(-k)`` be the rank-i eigenvector of the factor pooled over all 
 The eigenvectors inside each term never saw the data of ``E_k``, so each term is free of the bias
 which makes the largest eigenvalues of E too large and the smallest too small. The basis still
 comes from all the data. (This is cross-validated nonlinear shrinkage of covariance estimation.)
-The trace is that of E: each term sums to ``tr E_k``. If all folds are equal, ``lam`` are exactly the
-eigenvalues of E.
+The trace is that of E: each term sums to ``tr E_k``. If all folds are equal, ``lam`` are exactly
+the eigenvalues of E.
 
 Null space. A factor of fewer rows than dimensions has an arbitrary basis of its null space. Each
 term gives the null space of its own directions the mean of the held-out curvature over it, a
@@ -57,8 +57,8 @@ def crossfit_factor(
         name: What the factor is called in errors.
 
     Returns:
-        Eigenvalues ``lam``, ``[d]``, ascending and non-negative, and eigenvectors Q, ``[d, d]``, both in
-        float64.
+        Eigenvalues ``lam``, ``[d]``, ascending and non-negative, and eigenvectors Q, ``[d, d]``,
+        both in float64.
 
     Raises:
         ValueError: With fewer than two folds, folds of different shapes, a size that is not
@@ -92,8 +92,8 @@ def crossfit_spectrum(
         name: See :func:`crossfit_factor`.
 
     Returns:
-        Eigenvectors Q, ``[d, d]``, the pooled factor's eigenvalues and the cross-fitted ones, ``[d]``,
-        all in float64.
+        Eigenvectors Q, ``[d, d]``, the pooled factor's eigenvalues and the cross-fitted ones,
+        ``[d]``, all in float64.
 
     Raises:
         ValueError: As :func:`crossfit_factor`.
@@ -176,8 +176,8 @@ def null_tolerance(M: Tensor) -> float:
     """Relative size up to which an eigenvalue may be a rounded zero.
 
     A Gram matrix is rounded in its own type: entry by entry an error of ``eps`` times the entry's
-    size, which adds up to a spectral norm of about ``sqrt(d) * eps`` times the largest eigenvalue at
-    most.
+    size, which adds up to a spectral norm of about ``sqrt(d) * eps`` times the largest eigenvalue
+    at most.
 
     Args:
         M: The factor ``[d, d]``, in the type in which it was computed.

@@ -76,8 +76,8 @@ class Reservoirs:
             scores: Non-negative score ``[b]`` of each item in the batch.
 
         Returns:
-            ``(slots, positions)``: reservoir ``slots[j]`` now holds the item at ``positions[j]`` of this
-            batch.
+            ``(slots, positions)``: reservoir ``slots[j]`` now holds the item at ``positions[j]`` of
+            this batch.
 
         Raises:
             ValueError: If scores are negative or not finite.

@@ -3,14 +3,14 @@ r"""Which data deserve backward passes: draw them by the curvature they carry, a
 A datum adds to every output factor B in proportion to its output Hessian, whose trace is
 ``1 - sum_c p_c^2`` for softmax. In a well-trained classifier it nearly vanishes for most data, so
 that a uniform draw wastes its backward passes on them. Instead, data are drawn with replacement,
-with probabilities ``q`` from their scores ``s`` mixed with a little of the uniform distribution over
-the ``n`` data of a pool, and each gets an importance weight::
+with probabilities ``q`` from their scores ``s`` mixed with a little of the uniform distribution
+over the ``n`` data of a pool, and each gets an importance weight::
 
     q_i = (1 - u) s_i / sum_j s_j + u / n            w_i = 1 / (n q_i)
 
-For any function h, ``1/m sum_{j=1}^m w_{i_j} h_{i_j}`` is then unbiased for the pool's mean of h. The
-uniform part bounds the weights by ``1 / u``. Its share matters little: 2 to 10 per cent came out the
-same within errors, see ``examples/research/debiasing_losers.py``.
+For any function h, ``1/m sum_{j=1}^m w_{i_j} h_{i_j}`` is then unbiased for the pool's mean of h.
+The uniform part bounds the weights by ``1 / u``. Its share matters little: 2 to 10 per cent came
+out the same within errors, see ``examples/research/debiasing_losers.py``.
 
 ``laplace_debias.debias.reservoirs`` makes the independent draw from a stream.
 """
@@ -25,7 +25,10 @@ from torch import Tensor
 from laplace_debias.network.loss import curvature_scores
 
 DEFAULT_SHARE = 0.05
-"""Share of the uniform distribution in the mixture, see ``examples/research/debiasing_losers.py``."""
+"""Share of the uniform distribution in the mixture.
+
+See ``examples/research/debiasing_losers.py``.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,8 @@ def sampling_probabilities(scores: Tensor, uniform: float = DEFAULT_SHARE) -> Te
         Probabilities q, ``[n]``, in float64.
 
     Raises:
-        ValueError: If scores are negative, not finite or all zero, or ``uniform`` lies outside ``[0,
-            1]``.
+        ValueError: If scores are negative, not finite or all zero, or ``uniform`` lies outside
+            ``[0, 1]``.
 
     Example:
         >>> sampling_probabilities(torch.tensor([0.0, 1.0]), uniform=0.2)
@@ -104,8 +107,8 @@ def draw_weighted(
         The data's positions and weights.
 
     Raises:
-        ValueError: As ``sampling_probabilities``, or if the pool is smaller than the draw, or ``order``
-            has the wrong length.
+        ValueError: As ``sampling_probabilities``, or if the pool is smaller than the draw, or
+            ``order`` has the wrong length.
 
     Example:
         >>> draw = draw_weighted(torch.tensor([0.0, 1.0, 1.0, 0.0]), 2, uniform=0.0)
@@ -158,8 +161,8 @@ def effective_sample_size(weights: Tensor) -> float:
     """How many equal contributions vary as little as these: ``(sum w)^2 / sum w^2``.
 
     Args:
-        weights: Non-negative contributions ``[n]``: scores for a uniform draw, or ``weights * scores``
-            for a weighted one.
+        weights: Non-negative contributions ``[n]``: scores for a uniform draw, or
+            ``weights * scores`` for a weighted one.
 
     Returns:
         A number between 1 and n.

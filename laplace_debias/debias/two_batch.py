@@ -1,8 +1,8 @@
 r"""The two methods that take data as they come: one mini-batch for both roles, or one for each.
 
 Both roles are scaled to N data, :math:`K_1 = U \Lambda U^\top` is decomposed in float64, and with
-data of their own for the curvatures the eigenvalues are :math:`\mathrm{diag}(U^\top K_2 U)``, factor
-by factor: the paper's method. Without, they are :math:``\Lambda`: the plain K-FAC of these data, and
+data of their own for the curvatures the eigenvalues are :math:`\mathrm{diag}(U^\top K_2 U)`, factor
+by factor: the paper's method. Without, they are :math:`\Lambda`: the plain K-FAC of these data, and
 with all data the full batch.
 """
 

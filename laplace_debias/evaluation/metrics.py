@@ -187,8 +187,8 @@ class MeanEntropy(MeanOverData):
 class ECE(BinaryCalibrationError):
     r"""Expected calibration error of the most probable class: torchmetrics', with the L1 norm.
 
-    :math:`\sum_b \frac{n_b}{n} |\mathrm{acc}_b - \mathrm{conf}_b|`` over bins of equal width in the
-    confidence :math:``\max_c e^{\ell_c}`; equal to ``MulticlassCalibrationError``.
+    :math:`\sum_b \frac{n_b}{n} |\mathrm{acc}_b - \mathrm{conf}_b|` over bins of equal width in the
+    confidence :math:`\max_c e^{\ell_c}`; equal to ``MulticlassCalibrationError``.
 
     Args:
         n_bins: Number of bins.

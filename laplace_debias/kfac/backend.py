@@ -59,9 +59,9 @@ class HookGGN(HookInterface, GGNInterface):
     """GGN backend whose Kronecker factors come from ``laplace_debias.kfac.engine.kfac_factors``.
 
     It takes Linear, Conv1d, Conv2d and Conv3d layers with groups, dilation and any padding, frozen
-    parameters, and a weight per datum. With ``stochastic=True`` one random vector per datum replaces
-    the exact loss Hessian: one backward pass, whatever the number of classes. Everything but
-    ``kron`` is laplace-torch's ``GGNInterface``.
+    parameters, and a weight per datum. With ``stochastic=True`` one random vector per datum
+    replaces the exact loss Hessian: one backward pass, whatever the number of classes. Everything
+    but ``kron`` is laplace-torch's ``GGNInterface``.
 
     Example:
         >>> from laplace import Laplace

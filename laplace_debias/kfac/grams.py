@@ -60,8 +60,8 @@ def add_gram_(out: Tensor, rows: Tensor, *, alpha: float = 1.0, beta: float = 1.
     """Set the lower triangle of ``out`` to ``beta * out + alpha * rows^T rows``.
 
     The matrix is split into halves recursively: the two diagonal blocks, and the block below them.
-    Large Gram matrices so cost little more than half of the full product. Above the diagonal ``out``
-    is undefined until ``mirror_``.
+    Large Gram matrices so cost little more than half of the full product. Above the diagonal
+    ``out`` is undefined until ``mirror_``.
 
     Args:
         out: Square matrix ``[d, d]``, changed in place.

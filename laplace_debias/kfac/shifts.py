@@ -1,18 +1,19 @@
 r"""Input factor of a convolution from products of shifted images, without unfolding.
 
-A convolution's patch at position ``t`` holds the pixels ``x[stride t + o_u]``, with ``o_u = dilation u -
-padding``, for the offsets ``u`` of its kernel. Write ``o_u = stride q_u + r_u`` and let ``x_r`` be every
-stride-th pixel from the r-th on. The block of A for two offsets is then a correlation::
+A convolution's patch at position ``t`` holds the pixels ``x[stride t + o_u]``, with
+``o_u = dilation u - padding``, for the offsets ``u`` of its kernel. Write
+``o_u = stride q_u + r_u`` and let ``x_r`` be every stride-th pixel from the r-th on. The block of A
+for two offsets is then a correlation::
 
     A[u, v] = sum_t x[stride t + o_u] x[stride t + o_v]^T
             = sum_{p in box_u} x_r[p] x_r'[p + q_v - q_u]^T     box_u = q_u + all positions t
 
-Pairs with the same ``v - u`` and the same phase ``r_u`` sum the same products over boxes that differ
-at their borders only. So the boxes are cut into pieces which they share (a long one in the middle,
-short ones at either end, along each dimension), and each product is formed once: for a kernel of
-3x3 with stride 1 there are 25 different shifts instead of 81 pairs, and 13 instead of 45 as A is
-symmetric. Nothing is subtracted, so A is as accurate as by unfolding; products with zeros of the
-padding are left out.
+Pairs with the same ``v - u`` and the same phase ``r_u`` sum the same products over boxes that
+differ at their borders only. So the boxes are cut into pieces which they share (a long one in the
+middle, short ones at either end, along each dimension), and each product is formed once: for a
+kernel of 3x3 with stride 1 there are 25 different shifts instead of 81 pairs, and 13 instead of 45
+as A is symmetric. Nothing is subtracted, so A is as accurate as by unfolding; products with zeros
+of the padding are left out.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Shift:
         delta: Difference of the two offsets.
         phases: First pixel of the two subsampled images.
         shift: How many of their pixels lie between the two factors of a product.
-        pieces: Ranges ``(start, stop)`` of pixels of the first image, None where all products vanish.
+        pieces: Ranges ``(start, stop)`` of pixels of the first image, None where all products
+            vanish.
         boxes: For each u the numbers of the pieces to sum.
     """
 

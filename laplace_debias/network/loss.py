@@ -153,8 +153,8 @@ def mean_loss_hessian(outputs: Tensor, likelihood: str) -> Tensor:
     """Mean over data of the loss Hessian: B of a layer whose output is the network's output.
 
     In double precision: adding one number to all logits changes no loss, so the Hessian has a zero
-    eigenvalue, but ``diag(p)`` and ``p p^T`` nearly cancel where the network is sure. Single precision
-    would leave a curvature there that outweighs a small prior precision.
+    eigenvalue, but ``diag(p)`` and ``p p^T`` nearly cancel where the network is sure. Single
+    precision would leave a curvature there that outweighs a small prior precision.
 
     Args:
         outputs: Network outputs ``[n, C]``.
@@ -185,8 +185,8 @@ def backward_vectors(
 ) -> Tensor:
     r"""Vectors V whose propagation back through the network gives the rows of every output factor.
 
-    With :math:`v_{nk}`` the k-th vector of datum n, an output factor is the sum over n and k of
-    :math:``g g^\top`, :math:`g = (\partial f_n / \partial s_n)^\top v_{nk}`. Every flavour of
+    With :math:`v_{nk}` the k-th vector of datum n, an output factor is the sum over n and k of
+    :math:`g g^\top`, :math:`g = (\partial f_n / \partial s_n)^\top v_{nk}`. Every flavour of
     curvature is a choice of V.
 
     Args:
@@ -277,8 +277,8 @@ def curvature_scores(outputs: Tensor, likelihood: str = "classification") -> Ten
 
     Args:
         outputs: Network outputs ``[n, C]``.
-        likelihood: ``"classification"`` gives ``1 - sum_c p_c^2``; ``"regression"``, where the Hessian
-            is constant, gives the same score to all data, so that they are drawn uniformly.
+        likelihood: ``"classification"`` gives ``1 - sum_c p_c^2``; ``"regression"``, where the
+            Hessian is constant, gives the same score to all data, so that they are drawn uniformly.
 
     Returns:
         Scores ``[n]`` in float64.

@@ -8,7 +8,7 @@ inputs :math:`a_r` at positions :math:`r = 1, \dots, R` (tokens, pixels, repeate
     J_c = \sum_r g_{cr} a_r^\top, \qquad
     \tilde J_c = Q_B^\top J_c Q_A = \sum_r (Q_B^\top g_{cr}) (Q_A^\top a_r)^\top,
 
-for a weight, and :math:`J_c = \sum_r g_{cr}``, :math:``\tilde J_c = Q^\top J_c` for a bias. With the
+for a weight, and :math:`J_c = \sum_r g_{cr}`, :math:`\tilde J_c = Q^\top J_c` for a bias. With the
 posterior variances in the eigenbasis, :math:`w_{ij} = 1 / (\lambda_{ij} + \delta)`, the block adds
 
 .. math::
@@ -16,8 +16,8 @@ posterior variances in the eigenbasis, :math:`w_{ij} = 1 / (\lambda_{ij} + \delt
 
 to the covariance of outputs c and d. With one position the block has rank one, and the input
 side can be contracted first: :math:`s_i = \sum_j w_{ij} \tilde a_j^2` and
-:math:`\Sigma_{cd} = \sum_i s_i \tilde g_{ci} \tilde g_{di}``, with no factor C and no
-:math:``[d_{out}, d_{in}]` array per datum.
+:math:`\Sigma_{cd} = \sum_i s_i \tilde g_{ci} \tilde g_{di}`, with no factor C and no
+:math:`[d_{out}, d_{in}]` array per datum.
 
 Shapes: A ``[n, R, d_in]``, G ``[n, C, d_out, R]``, weights w ``[D, k]`` for k prior precisions.
 """

@@ -8,8 +8,8 @@ parameter tensor. With :math:`h` the Hessian factor (``1 / (sigma_noise**2 * tem
     P_l = (Q_B \otimes Q_A) \, \mathrm{diag}(h \, \lambda_B \otimes \lambda_A + \delta)
           \, (Q_B \otimes Q_A)^\top
 
-for a weight (rows :math:`d_{out}``, columns :math:``d_{in}``, flattened row by row), and
-:math:``P_l = Q \, \mathrm{diag}(h \lambda + \delta) \, Q^\top` for a block with a single factor (a
+for a weight (rows :math:`d_{out}`, columns :math:`d_{in}`, flattened row by row), and
+:math:`P_l = Q \, \mathrm{diag}(h \lambda + \delta) \, Q^\top` for a block with a single factor (a
 bias). The eigenbasis does not depend on :math:`\delta`: many prior precisions share everything
 but the last elementwise inverse.
 """

@@ -16,11 +16,11 @@ __all__ = ["last_layer_moments"]
 def last_layer_moments(blocks: Sequence[EigenBlock], f: Tensor, phi: Tensor, mode: str) -> Tensor:
     r"""Output (co)variances of a last layer, for all prior precisions of its blocks.
 
-    The Jacobian of output c is the input features in row c. So :math:`\tilde g_{ci} = Q_{B,ci}`` for
-    every datum, and with the features :math:``\phi` and
+    The Jacobian of output c is the input features in row c. So :math:`\tilde g_{ci} = Q_{B,ci}` for
+    every datum, and with the features :math:`\phi` and
     :math:`s_i = \sum_j w_{ij} (Q_A^\top \phi)_j^2`, the weight block adds
-    :math:`\sum_i Q_{B,ci} s_i Q_{B,di}`` and the bias block
-    :math:``(Q \, \mathrm{diag}(w) \, Q^\top)_{cd}`.
+    :math:`\sum_i Q_{B,ci} s_i Q_{B,di}` and the bias block
+    :math:`(Q \, \mathrm{diag}(w) \, Q^\top)_{cd}`.
 
     Args:
         blocks: The posterior's blocks.

@@ -5,12 +5,12 @@ With output mean :math:`\mu` and covariance :math:`\Sigma` of one datum and K cl
 - ``probit``: softmax of :math:`\mu_c / \sqrt{1 + \pi \Sigma_{cc} / 8}`; needs diagonals only.
 - ``mc``: mean of softmax over samples of the Gaussian.
 - ``bridge``: the Laplace bridge to a Dirichlet. With the zero-sum correction
-  :math:`\mu' = \mu - \Sigma 1 \, (1^\top \mu) / (1^\top \Sigma 1)`` and
-  :math:``\Sigma' = \Sigma - \Sigma 1 1^\top \Sigma / (1^\top \Sigma 1)``, the concentrations are
-  :math:``\alpha_c = (1 - 2 / K + e^{\mu'_c} \sum_d e^{-\mu'_d} / K^2) / \Sigma'_{cc}`, and the
+  :math:`\mu' = \mu - \Sigma 1 \, (1^\top \mu) / (1^\top \Sigma 1)` and
+  :math:`\Sigma' = \Sigma - \Sigma 1 1^\top \Sigma / (1^\top \Sigma 1)`, the concentrations are
+  :math:`\alpha_c = (1 - 2 / K + e^{\mu'_c} \sum_d e^{-\mu'_d} / K^2) / \Sigma'_{cc}`, and the
   probabilities their shares.
-- ``bridge_norm``: the same after dividing :math:`\Sigma'`` by
-  :math:``t = \mathrm{mean}_c \Sigma'_{cc} / \sqrt{K / 2}`` and :math:``\mu'` by its root.
+- ``bridge_norm``: the same after dividing :math:`\Sigma'` by
+  :math:`t = \mathrm{mean}_c \Sigma'_{cc} / \sqrt{K / 2}` and :math:`\mu'` by its root.
 
 These are laplace-torch's formulas, without its replacement of NaN by one, and in log space from
 the outputs to the end: a probability that is too small for its dtype has a logarithm all the same.
@@ -93,7 +93,7 @@ def class_log_probabilities(
 
 
 def mean_log_probabilities(samples: Iterable[Tensor]) -> Tensor:
-    r"""Logarithm of the mean of :math:`\mathrm{softmax}(f_s)`` over samples :math:``f_s`.
+    r"""Logarithm of the mean of :math:`\mathrm{softmax}(f_s)` over samples :math:`f_s`.
 
     Args:
         samples: Outputs ``[S, n, C]``, or an iterable of outputs ``[n, C]``, of which only one at a

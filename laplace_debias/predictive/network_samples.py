@@ -28,7 +28,7 @@ def network_samples(
     X: Inputs,
     **model_kwargs: Any,
 ) -> Iterator[Tensor]:
-    r"""Outputs :math:`f(X; \theta_s)`` of the network for each weight sample :math:``\theta_s`.
+    r"""Outputs :math:`f(X; \theta_s)` of the network for each weight sample :math:`\theta_s`.
 
     Args:
         model: The network; for last-layer samples a ``FeatureExtractor``, whose features are then

@@ -1,7 +1,7 @@
 r"""The linearised predictive of a Kron Laplace approximation, for one or many prior precisions.
 
-The network is linearised at its weights, :math:`f_{lin}(x) = f(x) + J(x) (\theta - \theta^*)``, so
-its outputs are Gaussian with mean :math:``f(x)`` and covariance :math:``J(x) P^{-1} J(x)^\top`. The
+The network is linearised at its weights, :math:`f_{lin}(x) = f(x) + J(x) (\theta - \theta^*)`, so
+its outputs are Gaussian with mean :math:`f(x)` and covariance :math:`J(x) P^{-1} J(x)^\top`. The
 Jacobian is never formed: layer inputs and output gradients are rotated into the eigenbasis of the
 posterior and contracted there (:mod:`laplace_debias.predictive.contractions`), once for all prior
 precisions.
@@ -290,7 +290,7 @@ def linearized_predictive(
 ) -> LinearizedPredictive:
     r"""Mean and covariance of the linearised network's outputs.
 
-    Computes :math:`f(x)`` and :math:``J(x) (H + \delta I)^{-1} J(x)^\top` without forming the
+    Computes :math:`f(x)` and :math:`J(x) (H + \delta I)^{-1} J(x)^\top` without forming the
     Jacobian, for all prior precisions :math:`\delta` at once.
 
     Args:

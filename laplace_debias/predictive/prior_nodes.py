@@ -1,8 +1,8 @@
 r"""Many prior precisions from a few: the posterior variance as a rational function of it.
 
 For one eigenvalue :math:`\lambda \ge 0` of the curvature, the posterior variance
-:math:`1 / (\lambda + \delta)`` is a smooth function of the logarithm of the prior precision
-:math:``\delta`. So its values at r nodes :math:`\nu_j` give it everywhere between them,
+:math:`1 / (\lambda + \delta)` is a smooth function of the logarithm of the prior precision
+:math:`\delta`. So its values at r nodes :math:`\nu_j` give it everywhere between them,
 
 .. math::
     \frac{1}{\lambda + \delta} \approx \sum_{j=1}^{r} \frac{c_j(\delta)}{\lambda + \nu_j}

@@ -1,6 +1,6 @@
 r"""Samples of the linearised network's outputs by forward-mode products.
 
-:math:`f_s = f + J (\theta_s - \theta^*)`` with :math:``\theta_s - \theta^* = P^{-1/2} \epsilon_s`,
+:math:`f_s = f + J (\theta_s - \theta^*)` with :math:`\theta_s - \theta^* = P^{-1/2} \epsilon_s`,
 one Jacobian-vector product per sample. Its cost does not depend on the number of outputs, and no
 covariance is formed: the way to go for a thousand classes.
 

@@ -1,15 +1,15 @@
 r"""Conjugate gradients on a quadratic, and their debiased version with a second mini-batch.
 
 CG minimises :math:`q(\theta_0 + x) = \tfrac12 x^\top H x + x^\top g + c` along conjugate
-directions: from the residual :math:`r_p = H x_p + g = \nabla q(\theta_p)`` and the direction
-:math:``s_p`,
+directions: from the residual :math:`r_p = H x_p + g = \nabla q(\theta_p)` and the direction
+:math:`s_p`,
 
 .. math::
     \alpha_p = \frac{r_p^\top z_p}{s_p^\top H s_p}, \quad
     r_{p+1} = r_p + \alpha_p H s_p, \quad
     s_{p+1} = -z_{p+1} + \frac{r_{p+1}^\top z_{p+1}}{r_p^\top z_p} s_p, \quad z = M^{-1} r.
 
-With the unit vector :math:`d_p = s_p / \|s_p\|`` the update is :math:``\tau_p d_p`, and
+With the unit vector :math:`d_p = s_p / \|s_p\|` the update is :math:`\tau_p d_p`, and
 :math:`\tau_p = \alpha_p \|s_p\|` is minus slope over curvature. Both were measured on the data that
 chose the direction, so both are biased. Debiased CG keeps the directions and takes
 

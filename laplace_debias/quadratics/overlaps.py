@@ -1,7 +1,7 @@
 r"""Why curvature is biased: the eigenspaces of two mini-batches are not aligned.
 
-With eigenpairs :math:`(\tilde\lambda_p, \tilde u_p)`` of another mini-batch, the curvature along
-:math:``u_i` there is a weighted mean of that mini-batch's eigenvalues,
+With eigenpairs :math:`(\tilde\lambda_p, \tilde u_p)` of another mini-batch, the curvature along
+:math:`u_i` there is a weighted mean of that mini-batch's eigenvalues,
 
 .. math::
     u_i^\top \tilde H u_i = \sum_p \tilde\lambda_p \Omega_{i,p}, \qquad
