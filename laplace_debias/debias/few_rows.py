@@ -99,7 +99,7 @@ def crossfit_rows(
     if rows.ndim != 2 or len(rows) < 2 or n_folds < 2:
         raise ValueError(
             f"Expected rows [n, d] of at least two data and two folds for {name}, got shape "
-            f"{list(rows.shape)} and {n_folds} folds; draw more data, or use more folds."
+            f"{list(rows.shape)} and {n_folds} folds. Remedy: draw more data, or use more folds."
         )
     check_finite(rows, name)
     n, d = rows.shape

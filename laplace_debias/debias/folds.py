@@ -213,16 +213,16 @@ def _check_folds(means: Sequence[Tensor], sizes: Sequence[float], name: str) -> 
     if len(means) < 2 or len(means) != len(sizes):
         raise ValueError(
             f"Expected at least two folds of {name} and as many sizes, got {len(means)} folds and "
-            f"{len(sizes)} sizes; draw more mini-batches or use fewer folds."
+            f"{len(sizes)} sizes. Remedy: draw more mini-batches or use fewer folds."
         )
     shapes = {tuple(M.shape) for M in means}
     if len(shapes) > 1 or any(M.ndim != 2 or len(M) != M.shape[1] for M in means):
         raise ValueError(
-            f"Expected square matrices of one shape as folds of {name}, got {sorted(shapes)}; "
-            f"compute all folds with the same model."
+            f"Expected square matrices of one shape as folds of {name}, got {sorted(shapes)}. "
+            "Remedy: compute all folds with the same model."
         )
     if not all(size > 0 for size in sizes):
         raise ValueError(
-            f"Expected a positive number of data in every fold of {name}, got {list(sizes)}; "
-            f"leave out empty folds."
+            f"Expected a positive number of data in every fold of {name}, got {list(sizes)}. "
+            "Remedy: leave out empty folds."
         )

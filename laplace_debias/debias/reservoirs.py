@@ -53,7 +53,8 @@ class Reservoirs:
         """See the class."""
         if m < 1:
             raise ValueError(
-                f"Expected a positive number of reservoirs, got {m}; draw at least one datum."
+                f"Expected a positive number of reservoirs, got {m}. Remedy: draw at least one "
+                "datum."
             )
         check_share(uniform)
         self._m, self._uniform, self._generator = m, uniform, generator
@@ -116,13 +117,13 @@ class Reservoirs:
         """
         if self._n_pool < self._m:
             raise ValueError(
-                f"Expected a stream of at least {self._m} data, got {self._n_pool}; score more "
-                f"data, or draw fewer."
+                f"Expected a stream of at least {self._m} data, got {self._n_pool}. Remedy: "
+                "score more data, or draw fewer."
             )
         if not self._total > 0:
             raise ValueError(
                 f"Expected at least one positive score, got {self._n_pool} zeros: the model is so "
-                f"sure of every datum that none carries curvature; sample uniformly instead."
+                f"sure of every datum that none carries curvature. Remedy: sample uniformly."
             )
         u, n = self._uniform, self._n_pool
         q = (1 - u) * self._scores / self._total + u / n

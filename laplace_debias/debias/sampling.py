@@ -70,7 +70,7 @@ def sampling_probabilities(scores: Tensor, uniform: float = DEFAULT_SHARE) -> Te
     if not total > 0:
         raise ValueError(
             f"Expected at least one positive score, got {len(scores)} zeros: the model is so sure "
-            f"of every datum that none carries curvature; sample uniformly instead."
+            "of every datum that none carries curvature. Remedy: sample uniformly."
         )
     return (1 - uniform) * scores / total + uniform / len(scores)
 
@@ -121,15 +121,15 @@ def draw_weighted(
     n = len(q)
     if not 1 <= m <= n:
         raise ValueError(
-            f"Expected to draw between 1 and {n} data from a pool of {n}, got {m}; score a larger "
-            "pool, or draw fewer data."
+            f"Expected to draw between 1 and {n} data from a pool of {n}, got {m}. Remedy: score a "
+            "larger pool, or draw fewer data."
         )
     if order is None:
         u = torch.rand(m, dtype=torch.float64, device=q.device, generator=generator)
     elif order.shape != q.shape:
         raise ValueError(
-            f"Expected an order of shape [{n}], got {list(order.shape)}; pass a permutation of the "
-            "pool."
+            f"Expected an order of shape [{n}], got {list(order.shape)}. Remedy: pass a "
+            "permutation of the pool."
         )
     else:
         offset = torch.rand(1, dtype=torch.float64, device=q.device, generator=generator)
@@ -176,7 +176,10 @@ def effective_sample_size(weights: Tensor) -> float:
     """
     weights = checked_scores(weights)
     if not weights.sum() > 0:
-        raise ValueError("Expected a positive contribution, got only zeros; check the scores.")
+        raise ValueError(
+            f"Expected a positive contribution, got {len(weights)} zeros. Remedy: pass scores of "
+            "which at least one is positive; a model that is sure of every datum gives none."
+        )
     return float(weights.sum() ** 2 / weights.square().sum())
 
 
@@ -198,7 +201,8 @@ def checked_scores(scores: Tensor) -> Tensor:
     """
     if scores.ndim != 1 or not len(scores):
         raise ValueError(
-            f"Expected scores of shape [n], got {list(scores.shape)}; pass one score per datum."
+            f"Expected scores of shape [n], got {list(scores.shape)}. Remedy: pass one score per "
+            "datum."
         )
     scores = scores.double()
     bad = ~(torch.isfinite(scores) & (scores >= 0))
@@ -206,7 +210,8 @@ def checked_scores(scores: Tensor) -> Tensor:
         first = int(bad.nonzero()[0])
         raise ValueError(
             f"Expected finite, non-negative scores, got {float(scores[first])} for datum {first} "
-            f"and {int(bad.sum())} such scores in all; check the model's outputs for these data."
+            f"and {int(bad.sum())} such scores in all. Remedy: check the model's outputs for "
+            "these data."
         )
     return scores
 
@@ -225,6 +230,6 @@ def check_share(uniform: float) -> None:
     """
     if not 0 <= uniform <= 1:
         raise ValueError(
-            f"Expected the uniform share to lie in [0, 1], got {uniform}; "
-            f"{DEFAULT_SHARE} is a good choice."
+            f"Expected the uniform share to lie in [0, 1], got {uniform}. "
+            f"Remedy: pass a share in between; {DEFAULT_SHARE} is a good choice."
         )

@@ -294,8 +294,8 @@ def curvature_scores(outputs: Tensor, likelihood: str = "classification") -> Ten
         return torch.ones(len(outputs), dtype=torch.float64, device=outputs.device)
     if likelihood != "classification":
         raise ValueError(
-            f"Expected likelihood 'classification' or 'regression', got {likelihood!r}; pass "
-            f"scores of your own for others."
+            f"Expected likelihood 'classification' or 'regression', got {likelihood!r}. "
+            "Remedy: pass one of them, or scores of your own for others."
         )
     log_p = outputs.double().log_softmax(-1)
     return -(log_p.exp() * log_p.expm1()).sum(-1)  # sum_c p_c (1 - p_c) without cancellation
