@@ -314,6 +314,12 @@ class DebiasedPosterior(PrivateProtocol):
                     self.generator,
                     embed=_features_of(model) if last else None,
                 )
+            if list(engine.names) != self.parameter_names:
+                raise ValueError(
+                    "Expected the parameters that required a gradient when this object was built, "
+                    f"{self.parameter_names}, got {list(engine.names)}. Remedy: freeze parameters "
+                    "before building it, and build a new one."
+                )
             yield engine, cast
 
     @property
