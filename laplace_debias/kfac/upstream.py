@@ -81,8 +81,9 @@ def choose_backend(
     ]
     if refused:
         raise ValueError(
-            f"{backend.__name__} expected convolutions without dilation, groups or named padding, "
-            f"got {', '.join(refused)}. Remedy: leave `backend` out, or pass `CurvlinopsGGN`."
+            "Expected convolutions without dilation, groups or named padding for "
+            f"{backend.__name__}, got {', '.join(refused)}. Remedy: leave `backend` out, or pass "
+            "`CurvlinopsGGN`."
         )
     return backend
 
