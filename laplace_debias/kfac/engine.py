@@ -172,10 +172,10 @@ class Engine:
                 listeners.setdefault(layer, []).append(grams[p.name])
         rows: dict[nn.Module, list[Tensor]] = {}
 
-        def on_input(layer: nn.Module, a: Tensor) -> None:
+        def on_input(layer: nn.Module, geometry: nn.Module, a: Tensor) -> None:
             for gram in listeners.get(layer, ()):
-                if isinstance(layer, KFACLayer):
-                    gram.add(layer, a)
+                if isinstance(geometry, KFACLayer):
+                    gram.add(geometry, a)
             if isinstance(layer, nn.Linear) and layer.in_features >= rows_from:
                 kept = a.to(torch.promote_types(a.dtype, torch.float32), copy=True)
                 rows.setdefault(layer, []).append(kept)
