@@ -20,7 +20,7 @@ from laplace_debias.evaluation import (
     sweep_prior_precision,
 )
 from laplace_debias.kfac import HookEF, HookGGN
-from laplace_debias.network import freeze_unsupported
+from laplace_debias.network import LayerCheck, ModelCheck, check_model, freeze_unsupported
 from laplace_debias.posterior import DebiasedKronLaplace, DebiasedKronLLLaplace, Laplace
 from laplace_debias.predictive import LinearizedPredictive, linearized_predictive
 
@@ -33,6 +33,9 @@ __all__ = [
     "HookGGN",
     "HookEF",
     # the model
+    "check_model",
+    "ModelCheck",
+    "LayerCheck",
     "freeze_unsupported",
     # prediction and prior precision
     "linearized_predictive",

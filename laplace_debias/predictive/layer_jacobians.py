@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs, size_of, take
+from laplace_debias.data.inputs import Inputs, Keys, size_of, take
 from laplace_debias.network.ownership import is_ordinary, owners
 from laplace_debias.network.recorder import LayerCall
 from laplace_debias.network.unfold import patch_order
@@ -44,7 +44,7 @@ class LayerJacobians:
     """
 
     def __init__(
-        self, model: nn.Module, blocks: list[EigenBlock], key: str, keep_graph: bool = False
+        self, model: nn.Module, blocks: list[EigenBlock], key: Keys, keep_graph: bool = False
     ) -> None:
         """Find the layers to record."""
         self.model, self.blocks, self.key, self.keep_graph = model, blocks, key, keep_graph

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs, size_of, take
+from laplace_debias.data.inputs import Inputs, Keys, size_of, take
 from laplace_debias.network.recorder import LayerCall, Recorder, check_outputs, count_uses
 from laplace_debias.network.unfold import patches
 
@@ -116,7 +116,7 @@ def call_gradients(call: LayerCall, g: Tensor, n: int, dim: int | None) -> Tenso
 
 
 def data_dims(
-    model: nn.Module, x: Inputs, modules: list[nn.Module], key: str
+    model: nn.Module, x: Inputs, modules: list[nn.Module], key: Keys
 ) -> dict[nn.Module, list[int | None]]:
     """Find the dimension that runs over the data, for every call of every layer.
 
@@ -139,7 +139,7 @@ def data_dims(
 
 
 def per_datum_jacobians(
-    model: nn.Module, x: Inputs, params: list[Tensor], key: str, keep_graph: bool = False
+    model: nn.Module, x: Inputs, params: list[Tensor], key: Keys, keep_graph: bool = False
 ) -> list[Tensor]:
     """Return exact Jacobians ``[n, C, D]`` of some parameters, one datum and output at a time.
 
