@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
@@ -28,7 +30,15 @@ from laplace_debias.network.products import has_own_forward
 from laplace_debias.network.recorder import LayerCall, Recorder, check_outputs
 from laplace_debias.network.unfold import conv_padding, last_first
 
-__all__ = ["RowCheck", "agree", "check_order", "check_rows", "layer_response", "random_steps"]
+__all__ = [
+    "RowCheck",
+    "agree",
+    "check_order",
+    "check_rows",
+    "derivatives",
+    "layer_response",
+    "random_steps",
+]
 
 N_CHECKED = 2
 """Number of data that are enough: two, to be told apart."""
@@ -89,9 +99,48 @@ def agree(one: Tensor, two: Tensor, scale: Tensor | None = None) -> bool:
     """
     if one.shape != two.shape:
         return False
+    finite = one.isfinite()
+    if not torch.equal(finite, two.isfinite()):
+        return False
+    one, two = one[finite], two[finite]
+    if not one.numel():  # NaN or Inf in both: not for this comparison to judge
+        return True
     if scale is None:
         scale = torch.maximum(one.abs().max(), two.abs().max())
     return bool((one - two).abs().max() <= torch.finfo(one.dtype).eps ** 0.5 * scale)
+
+
+def derivatives(
+    f: Tensor, places: Sequence[Tensor | GradientEdge], v: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of ``<v, f>``, parameters included, with an error that says what to do.
+
+    Args:
+        f: Outputs, attached to their graph.
+        places: Parameters and edges of the graph.
+        v: Backward vectors, in the shape of ``f``.
+
+    Returns:
+        One gradient per place, ``None`` where the outputs do not depend on it.
+
+    Raises:
+        RuntimeError: If autograd cannot differentiate the model.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> derivatives(3 * w, [w], torch.ones(2))
+        (tensor([3., 3.]),)
+    """
+    try:
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            f, cast(Any, places), v, allow_unused=True
+        )
+        return found
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Expected a model that autograd can differentiate, got: {error} Remedy: replace "
+            "operations that change a layer's input in place."
+        ) from error
 
 
 def layer_response(geometry: nn.Module, a: Tensor, dW: Tensor) -> Tensor:
@@ -169,7 +218,7 @@ def check_rows(model: nn.Module, x: Inputs, owned: Sequence[OwnedParameter]) -> 
         (v,) = random_steps([f])
         grads: Sequence[Tensor | None] = [None] * (len(edges) + len(params))
         if f.requires_grad:
-            grads = torch.autograd.grad(f, [*edges, *params], v, allow_unused=True)
+            grads = derivatives(f, [*edges, *params], v)
     g_of = {id(call): g for call, g in zip(calls, grads, strict=False)}
     unreached, detached, unexplained = [], [], []
     for i, p in enumerate(owned):

@@ -224,13 +224,16 @@ def _status(p: OwnedParameter, rows: RowCheck, n: int) -> tuple[Status, str]:
     return ("approximated", ", ".join(notes)) if notes else ("exact", "")
 
 
-def check_data(model: nn.Module, x: Inputs, key: Keys = "input_ids") -> str | None:
+def check_data(
+    model: nn.Module, x: Inputs, key: Keys = "input_ids", targets: str = "labels"
+) -> str | None:
     """Check that outputs belong to their data; see :func:`check_order`.
 
     Args:
         model: The network.
         x: Inputs of a mini-batch.
         key: Which entries of a mapping run over the data.
+        targets: The entry that holds the targets, if there is one.
 
     Returns:
         What is wrong, with the likely cause and a remedy, or ``None``.
@@ -239,14 +242,15 @@ def check_data(model: nn.Module, x: Inputs, key: Keys = "input_ids") -> str | No
         >>> check_data(nn.Linear(2, 1), torch.ones(3, 2)) is None
         True
     """
-    guessed = isinstance(x, MutableMapping) and isinstance(key, str) and len(rows_of(x, key)) > 1
+    names = rows_of(x, key) if isinstance(x, MutableMapping) else []
+    guessed = isinstance(key, str) and len(set(names) - {targets}) > 1
     cause = (
         "the model reorders or mixes its mini-batch, or draws random numbers. Remedy: give the "
         "outputs back in the order of the inputs, and normalise with statistics of the training"
     )
     if isinstance(x, MutableMapping):
         cause = (
-            f"of {sorted(rows_of(x, key))} one does not run over the data (a table, anchors), or "
+            f"of {sorted(names)} one does not run over the data (a table, anchors), or "
             f"{cause}. Or name those that do: `data_keys=(...)`"
         )
     try:

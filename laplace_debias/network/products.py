@@ -125,12 +125,13 @@ class Products(TorchFunctionMode):
         names = _PRODUCTS.get(func)
         if names is None:
             return output
-        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-        if given["weight"] is not self.layer._parameters.get("weight"):
+        given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        weight = self.layer._parameters.get("weight")
+        if weight is None or given["weight"] is not weight:
             return output
         self.found = True
         geometry = self.layer
         if not isinstance(geometry, nn.Linear):
             options = {k: given[k] for k in _CONV_ARGUMENTS[3:] if k in given}
-            geometry = conv_geometry(given["weight"], **options)
+            geometry = conv_geometry(weight, **options)
         return self.add(self.layer, geometry, given["input"], output)

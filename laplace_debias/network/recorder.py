@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -64,7 +64,7 @@ class LayerCall:
     @property
     def d_out(self) -> int:
         """Number of outputs (channels) of a linear layer or convolution at each position."""
-        return self.module.get_parameter("weight").shape[0]
+        return self.shape[-1] if isinstance(self.module, nn.Linear) else self.shape[1]
 
     @property
     def kept_input(self) -> Tensor:
@@ -117,7 +117,7 @@ class Recorder:
         self.calls: dict[nn.Module, list[LayerCall]] = {layer: [] for layer in layers}
         self._on_input = on_input
         self._keep_inputs, self._keep_graph, self._edges = keep_inputs, keep_graph, edges
-        self._inside: list[Products] = []
+        self._inside: list[tuple[Products, ExitStack]] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -137,19 +137,19 @@ class Recorder:
             for handle in handles:
                 handle.remove()
             while self._inside:  # a forward pass that raised
-                self._inside.pop().__exit__(None, None, None)
+                self._inside.pop()[1].close()
 
     def _look_inside(self, layer: nn.Module, _: tuple[Any, ...]) -> None:
-        mode = Products(layer, self.add)
-        mode.__enter__()
-        self._inside.append(mode)
+        mode, stack = Products(layer, self.add), ExitStack()
+        stack.enter_context(mode)
+        self._inside.append((mode, stack))
 
     def _record(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> Tensor | None:
-        if self._inside and self._inside[-1].layer is layer:
-            mode = self._inside.pop()
-            mode.__exit__(None, None, None)
+        if self._inside and self._inside[-1][0].layer is layer:
+            mode, stack = self._inside.pop()
+            stack.close()
             if mode.found:
                 return None
         if not isinstance(output, Tensor):

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace_debias.data.inputs import Inputs, size_of, take
 from laplace_debias.network.recorder import Recorder
-from laplace_debias.network.upstream import feature_extractor, is_last_layer
+from laplace_debias.network.upstream import feature_extractor, is_last_layer, row_keys
 from laplace_debias.predictive.eigenblocks import EigenBlock
 
 
@@ -133,7 +133,7 @@ class WeightSampler:
         self, x: Inputs, n_samples: int, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
         """Vectorise forward-mode products over samples, in chunks of samples and of data."""
-        la, key = self.la, self.la.dict_key_x
+        la, key = self.la, row_keys(self.la)
         known = {id(p): name for name, p in la.model.named_parameters()}
         names = [known[id(block.param)] for block in self.blocks]
         theta = {name: b.param.detach() for name, b in zip(names, self.blocks, strict=True)}
