@@ -46,7 +46,7 @@ def single_run(problem, batch, iterations, options):
     """Plain CG on one mini-batch."""
     quadratic = Quadratic(problem.model, LOSS, batch, **options)
     solution = cg(quadratic, max_iter=iterations, rtol=0.0)
-    assert solution.num_products == quadratic.num_products
+    assert solution.n_products == quadratic.n_products
     return performance(problem, solution, options)
 
 
@@ -55,7 +55,7 @@ def debiased_run(problem, batch, iterations, options):
     halves = partition(batch, len(batch[1]) // 2)
     quadratics = [Quadratic(problem.model, LOSS, half, **options) for half in halves]
     solution = debiased_cg(*quadratics, max_iter=iterations, rtol=0.0)
-    assert solution.num_products == sum(q.num_products for q in quadratics)
+    assert solution.n_products == sum(q.n_products for q in quadratics)
     return performance(problem, solution, options)
 
 
@@ -74,7 +74,7 @@ def all_runs(problem, args, path, options):
         runs[size] = {name: [] for name in methods}
         for draw in range(draws):
             generator = torch.Generator().manual_seed(draw)
-            batch = partition(problem.train, size, generator=generator, num_batches=1)[0]
+            batch = partition(problem.train, size, generator=generator, n_batches=1)[0]
             for name, method in methods.items():
                 measure = partial(method, problem, batch, args.iterations, options)
                 pair = study.get(

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.networks import resnet20, strided_cnn
+from laplace_debias import Laplace
 from laplace_debias.evaluation.sweep import sweep_prior_precision
 from laplace_debias.predictive.predictor import StructuredPredictor
 
@@ -89,7 +90,7 @@ def upstream(la: KronLaplace, shape: tuple[int, ...], sizes: dict[str, list[int]
 
 def backward_passes(model: nn.Module, x: Tensor) -> None:
     """One forward pass and one backward pass per class, with parameter gradients."""
-    params = list(model.parameters())
+    params = [p for p in model.parameters() if p.requires_grad]
     f = model(x)
     for c in range(C):
         torch.autograd.grad(f[:, c].sum(), params, retain_graph=c + 1 < C)
@@ -108,6 +109,36 @@ def errors(name: str, n: int = 4) -> dict[str, float]:
     return worst
 
 
+def one_datum(name: str, at_least: float = 1.0) -> dict[str, float]:
+    """What ``la(x)`` on one image takes, over the network's own passes; predictor anew or kept."""
+    torch.manual_seed(0)
+    make, shape = NETS[name]
+    model = make()
+    model(torch.randn(64, *shape))  # sets the running statistics of BatchNorm
+    model.eval()
+    la = Laplace(model, "classification", "all", "kron", debias="single")
+    la.fit((torch.randn(64, *shape), torch.randint(C, (64,))), n_data=1000)
+    x = torch.randn(1, *shape)
+
+    def anew() -> None:
+        la.prior_precision = 1.0  # a change that a kept predictor notices
+        la(x)
+
+    runs = {"bare": lambda: backward_passes(model, x), "anew": anew, "kept": lambda: la(x)}
+    best = dict.fromkeys(runs, float("inf"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # milliseconds: threads that wait for a busy core would be timed
+    try:
+        for _ in range(40 if at_least else 2):
+            for way, run in runs.items():  # in turn, so that load falls on all of them
+                start = time.perf_counter()
+                run()
+                best[way] = min(best[way], time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return {way: best[way] / best["bare"] for way in ("anew", "kept")}
+
+
 def network(name: str, n: int, sizes: dict[str, list[int]], at_least: float = 1.0) -> dict:
     """Bars for one network: ratios to laplace-torch and to bare backward passes."""
     la, shape = fitted(name)
@@ -116,6 +147,7 @@ def network(name: str, n: int, sizes: dict[str, list[int]], at_least: float = 1.
     theirs = upstream(la, shape, sizes)
     base = min(way["seconds_per_image"] for way in theirs.values())
     result = {"n": n, "upstream": theirs, "relative_error": errors(name)}
+    result["one_datum_over_bare_passes"] = one_datum(name, at_least)
     la.model.eval()
     bare = seconds(lambda: backward_passes(la.model, x), at_least) / n
     result["backward_passes_seconds_per_image"] = bare
@@ -236,6 +268,8 @@ def table(results: dict) -> str:
         growth = results[name]["growth"]
         line(f"{name}: 14 -> 100 points, times", growth["14_to_100_points"], "< 1.5")
         line(f"{name}: twice the data, times", growth["twice_the_data"], "2")
+        for way, ratio in results[name]["one_datum_over_bare_passes"].items():
+            line(f"{name}: la(x), one image / bare passes, {way}", ratio, "")
     if "memory" not in results:
         return "\n".join(lines)
     ratio = results["resnet20"]["sweep_14"]["times_backward_passes"]

@@ -61,11 +61,10 @@ from laplace_debias.debias.options import even_parts
 from laplace_debias.debias.sampling import (
     DEFAULT_SHARE,
     curvature_order,
-    curvature_scores,
     draw_weighted,
 )
 from laplace_debias.kfac.factors import Factors
-from laplace_debias.network.loss import mean_loss_hessian
+from laplace_debias.network.loss import curvature_scores, mean_loss_hessian
 from laplace_debias.storage.cells import CellStore
 
 

@@ -1,8 +1,9 @@
 """Methods against each other, at equal budgets and over many draws."""
 
 from laplace_debias.comparison.compare import compare
+from laplace_debias.comparison.gaps import Gap
 from laplace_debias.comparison.options import CustomMethod, Fit, Prediction, Reference, Work
-from laplace_debias.comparison.result import ComparisonResult, ComparisonRow, Gap, Summary
+from laplace_debias.comparison.result import ComparisonResult, ComparisonRow, Summary
 
 __all__ = [
     "ComparisonResult",

@@ -16,9 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from laplace.baselaplace import KronLaplace
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from laplace_debias.comparison.draws import (
+    check_budgets,
+    draw_generator,
+    draw_loaders,
+    whole_loader,
+)
 from laplace_debias.comparison.options import CustomMethod, Prediction, Reference, Work
 from laplace_debias.comparison.result import (
     CROSSFIT,
@@ -34,11 +40,10 @@ from laplace_debias.comparison.runs import evaluate_sets, laplace_run, plain_run
 from laplace_debias.data.reading import as_batches
 from laplace_debias.debias.options import CrossfitOptions
 from laplace_debias.evaluation.sweep import default_grid
-from laplace_debias.network.upstream import decomposed
 from laplace_debias.posterior.debiased import DebiasedPosterior
 from laplace_debias.posterior.factory import Laplace
 from laplace_debias.storage.cells import CellStore
-from laplace_debias.storage.fingerprints import plain_options, tensors_hash
+from laplace_debias.storage.fingerprints import plain_options
 
 __all__ = ["compare"]
 
@@ -124,8 +129,9 @@ def compare(
     laplace = {"subset_of_weights": "all", **(laplace or {})}
     custom = {method.name: method for method in methods if isinstance(method, CustomMethod)}
     names = _names(methods)
-    N = _check(train_loader, budgets, n_draws, reference.size)
+    N = check_budgets(train_loader, budgets, n_draws)
     draws = work.of(n_draws)
+    cells = _cells(names, budgets, draws, reference.cell(N))
     grid = list(map(float, default_grid(N) if prior_precisions is None else prior_precisions))
     sets = _named_sets(test_loader, ood_loader)
     config = {
@@ -138,7 +144,7 @@ def compare(
         "laplace": plain_options(laplace),
     }
     data = {f"ood_loader {k}" if k else "test_loader": loader for k, loader in sets.items()}
-    data["train_loader"] = _drawn_from(train_loader, N)
+    data["train_loader"] = whole_loader(train_loader)
     store = CellStore.for_run(folder, model, data, options=config, data_id=data_id)
 
     def posterior(method: str, budget: int, draw: int) -> KronLaplace:
@@ -146,15 +152,15 @@ def compare(
             return reference.posterior
         if method in custom:
             return custom[method].fit(budget, draw)
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + draw + 1)
+        generator = draw_generator(seed, draw)
         kwargs = {k: v for k, v in laplace.items() if k not in CrossfitOptions.names()}
         kwargs = {"generator": generator, **kwargs}
         if method == CROSSFIT:  # draws for itself, from all data
             kwargs = {"n_curvature": budget, "generator": generator, **laplace}
-            first, second = _shuffled(train_loader, N, generator), []
+            first, second = whole_loader(train_loader, generator), []
         else:
-            roles = 2 if method == TWO_BATCH else 1
-            first, *second = _draw_loaders(train_loader, N, budget, roles, seed, draw)
+            n_roles = 2 if method == TWO_BATCH else 1
+            first, *second = draw_loaders(train_loader, budget, n_roles, draw_generator(seed, draw))
         debias = SINGLE if method in (FULL, LARGE) else method
         la = Laplace(model, "classification", hessian_structure="kron", debias=debias, **kwargs)
         if not isinstance(la, DebiasedPosterior):
@@ -177,15 +183,6 @@ def compare(
         values = iter(evaluate_sets(run, sets, len(cells) * len(deltas), prediction.n_bins))
         return [[cell.row(delta, next(values)) for delta in deltas] for cell in cells]
 
-    cells: dict[str, _Cell] = {}
-    for method in names:
-        if method == PLAIN:
-            cells[PLAIN] = _Cell(PLAIN, 0, -1)
-        elif method in (FULL, LARGE):
-            cells |= _reference_cell(reference, N)
-        else:
-            for budget, draw in itertools.product(budgets, draws):
-                cells[f"{method}-{budget}-{draw}"] = _Cell(method, budget, draw)
     settings = {
         name: {"custom": dict(custom[cell.method].settings)}
         for name, cell in cells.items()
@@ -221,14 +218,24 @@ class _Cell(NamedTuple):
         return asdict(ComparisonRow(self.method, self.budget, size, draw, delta, metrics))
 
 
-def _reference_cell(reference: Reference, N: int) -> dict[str, _Cell]:
-    """The cell of the reference, by a name that tells which it is."""
-    name, size = (FULL, N) if reference.size is None else (LARGE, reference.size)
-    key = name if size == N else f"{name}-{size}"
-    if reference.posterior is not None:
-        eigenvalues = decomposed(reference.posterior).eigenvalues
-        key += f"-{tensors_hash(values for block in eigenvalues for values in block)}"
-    return {key: _Cell(name, size, -1)}
+def _cells(
+    names: Sequence[str],
+    budgets: Sequence[int],
+    draws: Sequence[int],
+    reference: tuple[str, str, int],
+) -> dict[str, _Cell]:
+    """What has to be fitted, by the name of its cell."""
+    cells: dict[str, _Cell] = {}
+    for method in names:
+        if method == PLAIN:
+            cells[PLAIN] = _Cell(PLAIN, 0, -1)
+        elif method in (FULL, LARGE):
+            key, name, size = reference
+            cells[key] = _Cell(name, size, -1)
+        else:
+            for budget, draw in itertools.product(budgets, draws):
+                cells[f"{method}-{budget}-{draw}"] = _Cell(method, budget, draw)
+    return cells
 
 
 def _names(methods: Sequence[str | bool | CustomMethod]) -> list[str]:
@@ -260,36 +267,6 @@ def _groups(names: list[str], cells: Mapping[str, _Cell], size: int) -> Iterator
         yield ordered[start : start + size]
 
 
-def _check(
-    train_loader: DataLoader[Any],
-    budgets: Sequence[int],
-    n_draws: int,
-    reference_size: int | None,
-) -> int:
-    """Return N; raise if the arguments do not fit together."""
-    dataset: Any = getattr(train_loader, "dataset", None)
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise ValueError(
-            "Expected a DataLoader with a map-style dataset, to draw mini-batches from, got "
-            f"{type(train_loader).__name__}. Remedy: `DataLoader(TensorDataset(X, y), ...)`."
-        )
-    N = len(dataset)
-    for budget in budgets:
-        if budget % 2 or not 2 <= budget <= N:
-            raise ValueError(
-                f"Expected even budgets between 2 and N = {N}, got {budget}. Remedy: the two-batch "
-                "method uses half of it for directions and half for curvatures."
-            )
-    if reference_size is not None and not 1 <= reference_size < N:
-        raise ValueError(
-            f"Expected a reference's size between 1 and N - 1 = {N - 1}, got {reference_size}. "
-            "Remedy: leave it out to use all data."
-        )
-    if n_draws < 1:
-        raise ValueError(f"Expected n_draws >= 1, got {n_draws}. Remedy: the paper's is 5.")
-    return N
-
-
 def _named_sets(
     test_loader: Iterable[Any], ood_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None
 ) -> dict[str, Iterable[Any]]:
@@ -298,40 +275,3 @@ def _named_sets(
     if ood_loader is None:
         return sets
     return sets | (dict(ood_loader) if isinstance(ood_loader, Mapping) else {"ood": ood_loader})
-
-
-def _drawn_from(train_loader: DataLoader[Any], N: int) -> DataLoader[Any]:
-    """All data that may be drawn, whatever the loader's sampler."""
-    return DataLoader(
-        train_loader.dataset,
-        batch_size=train_loader.batch_size or N,
-        num_workers=getattr(train_loader, "num_workers", 0),
-        collate_fn=train_loader.collate_fn,
-    )
-
-
-def _shuffled(train_loader: DataLoader[Any], N: int, generator: torch.Generator) -> DataLoader[Any]:
-    """All training data in a random order."""
-    return DataLoader(
-        train_loader.dataset,
-        batch_size=train_loader.batch_size or N,
-        shuffle=True,
-        generator=generator,
-        collate_fn=train_loader.collate_fn,
-    )
-
-
-def _draw_loaders(
-    train_loader: DataLoader[Any], N: int, budget: int, roles: int, seed: int, draw: int
-) -> list[DataLoader[Any]]:
-    """One loader per role, over equal shares of ``budget`` random data."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + draw + 1)
-    order = torch.randperm(N, generator=generator)[:budget]
-    return [
-        DataLoader(
-            Subset(train_loader.dataset, part.tolist()),
-            batch_size=train_loader.batch_size or len(part),
-            collate_fn=train_loader.collate_fn,
-        )
-        for part in order.split(budget // roles)
-    ]

@@ -8,7 +8,10 @@ from typing import Any
 
 from laplace.baselaplace import KronLaplace
 
+from laplace_debias.comparison.result import FULL, LARGE, PLAIN
+from laplace_debias.network.upstream import decomposed
 from laplace_debias.predictive.links import check_link
+from laplace_debias.storage.fingerprints import tensors_hash
 
 __all__ = ["CustomMethod", "Fit", "Prediction", "Reference", "Work"]
 
@@ -40,7 +43,7 @@ class CustomMethod:
 
     def __post_init__(self) -> None:
         """Refuse names that mean something else."""
-        if self.name in ("plain", "full", "large-batch"):
+        if self.name in (PLAIN, FULL, LARGE):
             raise ValueError(
                 "Expected a name for a method that is fitted to draws, got "
                 f"{self.name!r}. Remedy: choose another name; a reference of your own goes "
@@ -101,6 +104,31 @@ class Reference:
         """Check the size."""
         if self.size is not None:
             _at_least_one("size", self.size, "leave it out to use all data")
+
+    def cell(self, N: int) -> tuple[str, str, int]:
+        """Return a name that tells this reference from others, its method and its size.
+
+        Args:
+            N: Number of training data.
+
+        Raises:
+            ValueError: If there are fewer data than ``size``.
+
+        Example:
+            >>> Reference().cell(60), Reference(size=40).cell(60)
+            (('full', 'full', 60), ('large-batch-40', 'large-batch', 40))
+        """
+        if self.size is not None and self.size >= N:
+            raise ValueError(
+                f"Expected a reference's size between 1 and N - 1 = {N - 1}, got {self.size}. "
+                "Remedy: leave it out to use all data."
+            )
+        name, size = (FULL, N) if self.size is None else (LARGE, self.size)
+        key = name if self.size is None else f"{name}-{size}"
+        if self.posterior is not None:
+            eigenvalues = decomposed(self.posterior).eigenvalues
+            key += f"-{tensors_hash(values for block in eigenvalues for values in block)}"
+        return key, name, size
 
 
 @dataclass(frozen=True)

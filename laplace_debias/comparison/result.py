@@ -1,16 +1,4 @@
-r"""The result of a comparison: tidy rows, and how far each method is from the reference.
-
-Notation: :math:`m_{d,\beta}` is a metric of a method fitted on draw d of its data, at prior
-precision :math:`\beta`, and :math:`r_\beta` the same of the reference (the approximation of the
-whole training set). Bars over it are means over draws.
-
-- gap: mean over d and :math:`\beta` of :math:`|m_{d,\beta} - r_\beta|`;
-- bias: mean over :math:`\beta` of :math:`|\bar m_\beta - r_\beta|`, what no averaging removes;
-- spread: mean over :math:`\beta` of the standard deviation of :math:`m_{d,\beta}` over d;
-- gap ratio: the gap of a method divided by that of the single mini-batch with as many data.
-
-Debiasing pays where the single mini-batch's bias exceeds its spread.
-"""
+"""The result of a comparison: tidy rows, summaries over draws, and distances from the reference."""
 
 from __future__ import annotations
 
@@ -19,13 +7,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from laplace_debias.comparison.gaps import Gap, measure_gap
 from laplace_debias.storage.export import (
     number_from_json,
     rows_to_csv,
     rows_to_dataframe,
+    text_table,
     to_json_text,
     write_text,
 )
@@ -33,7 +23,7 @@ from laplace_debias.storage.export import (
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-__all__ = ["ComparisonResult", "ComparisonRow", "Gap", "Summary"]
+__all__ = ["ComparisonResult", "ComparisonRow", "Summary"]
 
 SINGLE, TWO_BATCH, CROSSFIT = "single", "two-batch", "crossfit"
 PLAIN, FULL, LARGE = "plain", "full", "large-batch"
@@ -73,17 +63,6 @@ class Summary:
     min: float
     max: float
     n_draws: int
-
-
-@dataclass(frozen=True)
-class Gap:
-    """Distance of a method from the reference; see the module's docstring."""
-
-    method: str
-    budget: int
-    gap: float
-    bias: float
-    spread: float
 
 
 @dataclass(frozen=True)
@@ -158,7 +137,7 @@ class ComparisonResult:
         )
 
     def gap(self, metric: str, method: str, budget: int) -> Gap:
-        """Return the distance of a method from the reference.
+        """Return the distance of a method from the reference; see the module ``gaps``.
 
         Args:
             metric: One of ``metrics``.
@@ -166,28 +145,21 @@ class ComparisonResult:
             budget: One of ``budgets(method)``.
         """
         reference = {
-            row.prior_precision: self._value(row, metric) for row in self.select(self.reference)
+            row.prior_precision: self._value(row, metric)
+            for row in self.select(self.reference)
+            if row.prior_precision is not None
         }
-        curves: dict[float | None, list[float]] = {}
+        curves: dict[float, list[float]] = {}
         for row in self.select(method, budget):
-            curves.setdefault(row.prior_precision, []).append(self._value(row, metric))
+            delta = row.prior_precision  # None for the plain model, a horizontal line
+            for place in reference if delta is None else (delta,):
+                curves.setdefault(place, []).append(self._value(row, metric))
         if not curves:
             raise ValueError(
                 f"Expected a method and one of its budgets, got {method!r} and {budget}. Remedy: "
                 f"choose from { {name: self.budgets(name) for name in self.methods} }."
             )
-        if None in curves:  # the plain model: a horizontal line
-            curves = {delta: curves[None] for delta in reference}
-        if set(curves) - set(reference):
-            missing = sorted(d for d in set(curves) - set(reference) if d is not None)
-            raise ValueError(
-                f"Expected the reference at every prior precision of {method!r}, got none at "
-                f"{missing}. Remedy: run both over the same grid."
-            )
-        distances = [abs(v - reference[d]) for d, values in curves.items() for v in values]
-        biases = [abs(fmean(values) - reference[d]) for d, values in curves.items()]
-        spreads = [stdev(values) if len(values) > 1 else 0.0 for values in curves.values()]
-        return Gap(method, budget, fmean(distances), fmean(biases), fmean(spreads))
+        return measure_gap(method, budget, curves, reference)
 
     def gap_ratio(
         self, metric: str = "nll", method: str = TWO_BATCH, baseline: str = SINGLE
@@ -230,7 +202,7 @@ class ComparisonResult:
         head += [f"{name} {part}" for name in names for part in ("gap", "bias", "spread")]
         ratios_of = [name for name in others if SINGLE in self.methods]
         head += [f"{name}/{SINGLE}" for name in ratios_of]
-        lines = [head]
+        lines = []
         for metric in metrics or self.metrics:
             ratios = {name: self.gap_ratio(metric, name) for name in ratios_of}
             for budget in sorted({b for name in names for b in self.budgets(name)}):
@@ -242,19 +214,19 @@ class ComparisonResult:
                     line += [f"{value:.4f}" for value in parts]
                 line += [f"{ratios[name].get(budget, math.nan):.2f}" for name in ratios_of]
                 lines.append(line)
-        return _aligned(lines)
+        return text_table(head, lines, limit=len(lines))
 
     def __str__(self) -> str:
         """Return the gaps as a table, or the means over draws if there is nothing to compare to."""
         if {FULL, LARGE} & set(self.methods) and set(self.methods) - {PLAIN, FULL, LARGE}:
             return self.table()
-        lines = [[*_KEYS[:2], _KEYS[4], *self.metrics]]
+        head, lines = [*_KEYS[:2], _KEYS[4], *self.metrics], []
         means = zip(*(self.summary(metric) for metric in self.metrics), strict=True)
         for values in means:
             point, delta = values[0], values[0].prior_precision
             line = [point.method, str(point.budget), "" if delta is None else f"{delta:.4g}"]
             lines.append(line + [f"{value.mean:.4f}" for value in values])
-        return _aligned(lines)
+        return text_table(head, lines)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return everything as JSON, for :meth:`from_json`; write it if there is a path.
@@ -310,12 +282,3 @@ class ComparisonResult:
                 "of them, or run the comparison with the data it needs."
             )
         return row.metrics[metric]
-
-
-def _aligned(lines: list[list[str]]) -> str:
-    """Columns, aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
-        for line in lines
-    )

@@ -30,7 +30,7 @@ class Chunks:
 
     Example:
         >>> chunks = Chunks((torch.zeros(5, 2), torch.zeros(5)), chunk_size=2)
-        >>> [len(y) for _, y in chunks], chunks.num_data
+        >>> [len(y) for _, y in chunks], chunks.n_data
         ([2, 2, 1], 5)
     """
 
@@ -50,15 +50,15 @@ class Chunks:
             )
         self._data = data
         self._chunk_size = chunk_size
-        self.num_data = 0
+        self.n_data = 0
         for X, y in data:
             if size_of(X) != len(y):
                 raise ValueError(
                     f"Expected as many targets as inputs, got {size_of(X)} inputs and {len(y)} "
                     "targets. Pass pairs (X, y) that agree in their first dimension."
                 )
-            self.num_data += len(y)
-        if self.num_data == 0:
+            self.n_data += len(y)
+        if self.n_data == 0:
             raise ValueError("Expected at least one datum, got none. Pass a non-empty (X, y).")
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -75,7 +75,7 @@ def partition(
     batch_size: int,
     *,
     generator: torch.Generator | None = None,
-    num_batches: int | None = None,
+    n_batches: int | None = None,
 ) -> list[Chunk]:
     """Shuffle the data and cut them into disjoint mini-batches of equal size.
 
@@ -86,7 +86,7 @@ def partition(
         data: A pair ``(X, y)``, or a re-iterable of such pairs, with tensor inputs.
         batch_size: Number of data per mini-batch.
         generator: Where the permutation comes from; ``None`` keeps the order of the data.
-        num_batches: How many mini-batches at most.
+        n_batches: How many mini-batches at most.
 
     Returns:
         A list of pairs ``(X, y)`` with ``batch_size`` rows each.
@@ -110,7 +110,7 @@ def partition(
         if generator is None
         else torch.randperm(len(y), generator=generator, device=generator.device)
     )
-    total = total if num_batches is None else min(total, num_batches)
+    total = total if n_batches is None else min(total, n_batches)
     rows = order[: total * batch_size].to(y.device).split(batch_size)
     return [(take(X, index), y[index]) for index in rows]
 

@@ -6,10 +6,14 @@ copy of itself, because an in-place activation on a view rewrites the graph behi
 every gradient there would be zero. The hooks run before the user's own, which may change a layer's
 output. A layer with a ``forward`` of its own (a convolution that pads its input itself) is looked
 into: if it multiplies its very weight with something, that product is what is recorded.
+
+Hooks sit on modules, which threads share. So a recorder listens to the thread that records, and
+to no other.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -122,15 +126,24 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Install the hooks, and remove them at the end."""
+        recording = threading.get_ident()
+
+        def look_inside(layer: nn.Module, _: tuple[Any, ...]) -> None:
+            if threading.get_ident() == recording:
+                self._look_inside(layer)
+
+        def hook(layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Tensor | None:
+            # another thread may see a hook that is being removed, without its keyword arguments
+            if threading.get_ident() != recording:
+                return None
+            kwargs, output = rest
+            return self._record(layer, args, kwargs, output)
+
         handles = []
         for layer in self.calls:
             if self._edges and has_products(layer):
-                handles.append(layer.register_forward_pre_hook(self._look_inside))
-            handles.append(
-                layer.register_forward_hook(
-                    self._record, prepend=True, with_kwargs=True, always_call=True
-                )
-            )
+                handles.append(layer.register_forward_pre_hook(look_inside))
+            handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
         try:
             yield
         finally:
@@ -139,7 +152,7 @@ class Recorder:
             while self._inside:  # a forward pass that raised
                 self._inside.pop()[1].close()
 
-    def _look_inside(self, layer: nn.Module, _: tuple[Any, ...]) -> None:
+    def _look_inside(self, layer: nn.Module) -> None:
         mode, stack = Products(layer, self.add), ExitStack()
         stack.enter_context(mode)
         self._inside.append((mode, stack))

@@ -7,6 +7,7 @@ from torch import nn
 
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
 from laplace_debias.network.check import N_CHECKED, agree
+from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.model_check import check_data, check_parameters
 from laplace_debias.network.ownership import owned_parameters
 from laplace_debias.network.preserve import evaluation_mode
@@ -86,7 +87,7 @@ def verify_last_layer(
     verify_data(model, x, key, targets)
     few = take(x, slice(0, min(size_of(x, key), N_CHECKED)), key)
     with evaluation_mode(model), torch.no_grad():
-        f, phi = feature_extractor(model).forward_with_features(few)
+        f, phi = outputs_and_features(feature_extractor(model), few)
         end = last_layer_of(model)(phi)
     if not agree(end.reshape(-1), f.reshape(-1)):
         raise ValueError(

@@ -308,11 +308,7 @@ def plot_cg_runs(
     """
     if axes is None:
         axes = plt.subplots(1, 4, figsize=(11, 2.6), layout="constrained")[1]
-    figure = axes[0].get_figure(root=True)
-    if figure is None:
-        raise ValueError(
-            "Expected axes that belong to a figure, got removed ones. Remedy: pass others, or none."
-        )
+    figure: Figure = axes[0].figure.figure  # a sub-figure's own figure is the whole one
     styles = ((BIASED, "-", "D"), (OTHER, "--", "o"), (EXACT, ":", "s"), ("#CC79A7", "-.", "^"))
     panels = [(s, m) for s in (0, 1) for m in ("loss", "accuracy")]
     for axis, (split, metric) in zip(axes, panels, strict=True):

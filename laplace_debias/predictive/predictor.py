@@ -17,6 +17,7 @@ from laplace.baselaplace import KronLaplace
 from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs, size_of, take
+from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.preserve import differentiable
 from laplace_debias.network.upstream import (
     decomposed,
@@ -37,7 +38,7 @@ from laplace_debias.predictive.eigenblocks import (
 from laplace_debias.predictive.last_layer import last_layer_moments
 from laplace_debias.predictive.layer_jacobians import LayerJacobians
 from laplace_debias.predictive.predictions import check_method
-from laplace_debias.predictive.prior_nodes import prior_nodes
+from laplace_debias.predictive.prior_nodes import N_NODES, prior_nodes
 from laplace_debias.predictive.weight_samples import WeightSampler
 
 DEFAULT_MEMORY_BUDGET = 512 * 2**20
@@ -102,7 +103,8 @@ class StructuredPredictor:
         self._verified = not getattr(la, "verify", True)
         self.keep_graph = la.enable_backprop if keep_graph is None else keep_graph
         nodes = None
-        if not is_last_layer(la) and (self.deltas == self.deltas[:, :1]).all():
+        scalar = bool((self.deltas == self.deltas[:, :1]).all())
+        if scalar and len(self.deltas) > N_NODES and not is_last_layer(la):
             nodes = prior_nodes(self.deltas[:, 0])
         self._coefficients = None if nodes is None else nodes[1]
         deltas = self.deltas if nodes is None else nodes[0].unsqueeze(1).expand(-1, n_blocks)
@@ -219,7 +221,7 @@ class StructuredPredictor:
             verify_last_layer(self.la.model, x, row_keys(self.la), self.la.dict_key_y)
             self._verified = True
         with torch.set_grad_enabled(self.keep_graph):
-            f, phi = feature_extractor(self.la.model).forward_with_features(x)
+            f, phi = outputs_and_features(feature_extractor(self.la.model), x)
             return f, last_layer_moments(self.blocks, f, phi.to(self.deltas.dtype), mode)
 
 

@@ -53,7 +53,7 @@ class CGSolution:
         status: Converged, out of iterations, or a direction without positive curvature was met
             (the last iterate is the one before it).
         directions: Unit search directions as columns, shape ``[P, I]``, or ``None`` if not kept.
-        num_products: Products with curvatures, of both mini-batches together.
+        n_products: Products with curvatures, of both mini-batches together.
         single_batch_magnitudes: For debiased CG the magnitudes of the mini-batch that chose the
             directions, shape ``[I]``; else ``None``.
         single_batch_residuals: For debiased CG the residuals of that mini-batch, ``[I + 1]``.
@@ -64,7 +64,7 @@ class CGSolution:
     residuals: Tensor
     status: CGStatus
     directions: Tensor | None
-    num_products: int
+    n_products: int
     single_batch_magnitudes: Tensor | None = None
     single_batch_residuals: Tensor | None = None
 
@@ -186,7 +186,7 @@ def cg(
         residuals=torch.stack(search.residuals),
         status=search.status,
         directions=_columns(directions, g) if keep_directions else None,
-        num_products=count + (search.status is CGStatus.NEGATIVE_CURVATURE),
+        n_products=count + (search.status is CGStatus.NEGATIVE_CURVATURE),
     )
 
 
@@ -273,7 +273,7 @@ def debiased_cg(
         residuals=torch.stack(residuals),
         status=CGStatus.NEGATIVE_CURVATURE if stopped else search.status,
         directions=_columns(directions, g) if keep_directions else None,
-        num_products=2 * made + (search.status is CGStatus.NEGATIVE_CURVATURE),
+        n_products=2 * made + (search.status is CGStatus.NEGATIVE_CURVATURE),
         single_batch_magnitudes=_stack(search.magnitudes[:count], g),
         single_batch_residuals=torch.stack(search.residuals[: count + 1]),
     )

@@ -36,13 +36,13 @@ class Eigenpairs:
         values: Largest eigenvalues in descending order, shape ``[k]``.
         vectors: Orthonormal eigenvectors as columns, shape ``[P, k]``.
         residuals: ``||H u - lambda u||`` for each pair, shape ``[k]``.
-        num_products: How many vectors the operator was multiplied onto.
+        n_products: How many vectors the operator was multiplied onto.
     """
 
     values: Tensor
     vectors: Tensor
     residuals: Tensor
-    num_products: int
+    n_products: int
 
 
 def normalize_directions(D: Tensor) -> tuple[Tensor, int]:
@@ -171,7 +171,7 @@ def top_eigenvectors(
                         max_products=max_products,
                         generator=generator,
                     )
-                    return replace(again, num_products=again.num_products + products)
+                    return replace(again, n_products=again.n_products + products)
             return Eigenpairs(lam[:k].to(H.dtype), U, residuals.to(H.dtype), products)
         if products >= max_products:
             raise RuntimeError(

@@ -52,7 +52,7 @@ def ggn_gram(
     loss: nn.Module,
     params: Sequence[nn.Parameter],
     chunks: Iterable[Chunk],
-    num_data: int,
+    n_data: int,
     D: Tensor,
     max_columns: int,
 ) -> Tensor:
@@ -63,7 +63,7 @@ def ggn_gram(
         loss: Loss with ``reduction="mean"``.
         params: Parameters that span the space of the directions, of total size ``P``.
         chunks: Data as pairs ``(X, y)``.
-        num_data: Number of data in all the chunks.
+        n_data: Number of data in all the chunks.
         D: Directions, shape ``[P, K]``.
         max_columns: How many directions go through the model at once.
 
@@ -85,5 +85,5 @@ def ggn_gram(
         JD = jacobian_products(model, params, X, y, D, max_columns)  # [m * C, K]
         JD = JD.reshape(*outputs.shape, -1)  # [m, ..., K]
         HJD = loss_hessian_products(loss, outputs, y, JD)
-        gram += (m / num_data) * (JD.flatten(0, -2).T @ HJD.flatten(0, -2))
+        gram += (m / n_data) * (JD.flatten(0, -2).T @ HJD.flatten(0, -2))
     return (gram + gram.T) / 2

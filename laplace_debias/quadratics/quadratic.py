@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.chunks import Chunk, Chunks
-from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.preserve import evaluation_mode, parameters_kept
 from laplace_debias.quadratics.directions import normalize_directions
 from laplace_debias.quadratics.ggn_gram import ggn_gram
 from laplace_debias.quadratics.operators import Curvature, curvature_operator
@@ -48,8 +48,8 @@ class Quadratic:
 
     Attributes:
         shape: ``(P, P)``.
-        num_data: Number of data.
-        num_products: How many vectors the curvature was multiplied onto so far.
+        n_data: Number of data.
+        n_products: How many vectors the curvature was multiplied onto so far.
 
     Raises:
         ValueError: For an unknown curvature, a loss that is not a plain mean, a negative ``l2``, a
@@ -62,7 +62,7 @@ class Quadratic:
         >>> q @ torch.eye(2)
         tensor([[1.5000, 0.0000],
                 [0.0000, 1.5000]])
-        >>> q.num_products
+        >>> q.n_products
         2
     """
 
@@ -107,8 +107,8 @@ class Quadratic:
         _check_targets(loss, self._chunks)
         self._max_columns = max_columns
         self.curvature = curvature
-        self.num_data = self._chunks.num_data
-        self.num_products = 0
+        self.n_data = self._chunks.n_data
+        self.n_products = 0
         self.theta0 = _flatten(self._source_params)  # [P]
         self.shape = (len(self.theta0), len(self.theta0))
         self._l2_diagonal = torch.cat(
@@ -119,7 +119,7 @@ class Quadratic:
         )
         # the mean loss's, without the regulariser
         self._operator = curvature_operator(
-            curvature, self._model, loss, self._params, self._chunks, self.num_data
+            curvature, self._model, loss, self._params, self._chunks, self.n_data
         )
         self._gradient_and_constant: tuple[Tensor, Tensor] | None = None
 
@@ -131,7 +131,7 @@ class Quadratic:
                 "Expected the parameters the quadratic was built around, but the model has changed "
                 "since. Build a new Quadratic, or copy the model before training on."
             )
-        with evaluation_mode(self._model), torch.enable_grad():
+        with evaluation_mode(self._model), parameters_kept(self._model), torch.enable_grad():
             yield
 
     def _evaluate_loss(self) -> tuple[Tensor, Tensor]:
@@ -167,11 +167,16 @@ class Quadratic:
         self._check_vectors(V)
         columns = V.detach().reshape(len(V), -1)
         with self._evaluating():
-            HV = torch.cat([self._operator @ v for v in columns.split(self._max_columns, 1)], 1)
-        self.num_products += columns.shape[1]
+            HV = torch.cat([self._product(v) for v in columns.split(self._max_columns, 1)], 1)
+        self.n_products += columns.shape[1]
         HV = HV.detach() + self._l2_diagonal[:, None] * columns
         _check_finite(HV)
         return HV.reshape(V.shape)
+
+    def _product(self, V: Tensor) -> Tensor:
+        """Multiply the curvature of the mean loss onto ``[P, K]``."""
+        with parameters_kept(self._model):
+            return self._operator @ V
 
     def gram(self, D: Tensor) -> Tensor:
         """Return ``D^T H D`` for vectors ``D`` of shape ``[P, K]``, shape ``[K, K]``.
@@ -190,11 +195,11 @@ class Quadratic:
                 self._loss,
                 self._params,
                 self._chunks,
-                self.num_data,
+                self.n_data,
                 D,
                 self._max_columns,
             )
-        self.num_products += D.shape[1]
+        self.n_products += D.shape[1]
         _check_finite(gram)
         return gram + D.T @ (self._l2_diagonal[:, None] * D)
 

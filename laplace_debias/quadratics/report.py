@@ -32,8 +32,8 @@ class CurvatureBiasReport(SavedResult):
 
     Attributes:
         curvature: ``"ggn"``, ``"hessian"`` or ``"kfac"``.
-        num_data: Number N of data that stand for the truth.
-        num_params: Number P of parameters.
+        n_data: Number N of data that stand for the truth.
+        n_params: Number P of parameters.
         batch_sizes: The S batch sizes.
         tolerance: Relative over-estimation that counts as none.
         same: Curvatures on the mini-batch that chose the directions, shape ``[S, draws, k]``.
@@ -42,8 +42,8 @@ class CurvatureBiasReport(SavedResult):
     """
 
     curvature: str
-    num_data: int
-    num_params: int
+    n_data: int
+    n_params: int
     batch_sizes: tuple[int, ...]
     tolerance: float
     same: Tensor
@@ -99,7 +99,7 @@ class CurvatureBiasReport(SavedResult):
     def extrapolated_batch_size(self) -> int | None:
         """Where a power law through ``factor - 1`` over the batch size meets the tolerance.
 
-        An extrapolation, cut at ``num_data``; ``None`` if there are fewer than two batch sizes with
+        An extrapolation, cut at ``n_data``; ``None`` if there are fewer than two batch sizes with
         an over-estimation, or it does not fall.
         """
         excess = self.overestimation(top=1).double() - 1
@@ -112,7 +112,7 @@ class CurvatureBiasReport(SavedResult):
         if not slope < 0:
             return None
         log_size = float(x.mean()) + (math.log(self.tolerance) - float(y.mean())) / slope
-        return min(math.ceil(math.exp(min(log_size, 60.0))), self.num_data)
+        return min(math.ceil(math.exp(min(log_size, 60.0))), self.n_data)
 
     def __str__(self) -> str:
         """Return :meth:`table`."""
@@ -123,7 +123,7 @@ class CurvatureBiasReport(SavedResult):
         k = self.same.shape[-1]
         head = ("batch", "top-1", f"top-{k}", "error", "top-1", f"top-{k}", "error")
         lines = [
-            f"{self.curvature} of {self.num_params} parameters, N = {self.num_data}, top {k} "
+            f"{self.curvature} of {self.n_params} parameters, N = {self.n_data}, top {k} "
             f"directions, {self.same.shape[1]} draws",
             f"{'':>7} | {'one mini-batch':^26} | {'debiased, two mini-batches':^26}",
             "{:>7} | {:>8} {:>8} {:>8} | {:>8} {:>8} {:>8}".format(*head),
@@ -232,7 +232,7 @@ def curvature_bias_report(
 
     def measure(size: int, draw: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed + 7919 * size + draw)
-        batches = partition((X, y), size, generator=generator, num_batches=2)
+        batches = partition((X, y), size, generator=generator, n_batches=2)
         one, two = (Quadratic(model, loss, batch, **options) for batch in batches)
         D, _ = choose_directions(one, "eigenvectors", k)
         return {
@@ -250,8 +250,8 @@ def curvature_bias_report(
     shape = (len(batch_sizes), draws, -1)
     return CurvatureBiasReport(
         curvature=options.get("curvature", "ggn"),
-        num_data=len(y),
-        num_params=everything.shape[0],
+        n_data=len(y),
+        n_params=everything.shape[0],
         batch_sizes=tuple(batch_sizes),
         tolerance=tolerance,
         **{name: torch.stack(values).reshape(shape) for name, values in curvatures.items()},

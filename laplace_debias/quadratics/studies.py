@@ -95,7 +95,7 @@ def bias_by_batch_size(
     results = []
     for size in batch_sizes:
         generator = torch.Generator().manual_seed(seed)
-        batches = partition(data, size, generator=generator, num_batches=max_batches)
+        batches = partition(data, size, generator=generator, n_batches=max_batches)
         results.append(
             directional_bias(
                 model,
@@ -194,7 +194,7 @@ def relative_biases(
         torch.Size([2, 2])
     """
     generator = torch.Generator().manual_seed(seed)
-    batches = partition(data, batch_size, generator=generator, num_batches=draws)
+    batches = partition(data, batch_size, generator=generator, n_batches=draws)
     if len(batches) < draws:
         raise ValueError(
             f"Expected data for {draws} disjoint mini-batches of {batch_size}, got {len(data[1])} "

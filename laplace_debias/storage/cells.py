@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from torch import nn
+from torch import Tensor, nn
 
-from laplace_debias.storage.files import has_tensors, normalised, read_content, write_content
+from laplace_debias.storage.files import has_tensors, read_content, write_content
 from laplace_debias.storage.fingerprints import fingerprint
 
 __all__ = ["CellStore"]
@@ -49,7 +49,7 @@ class CellStore:
         path = None if self.folder is None else self.folder / f"{_CONFIG}.json"
         if config is None:
             config = {} if path is None else read_content(path)
-        self.config: dict[str, Any] = normalised(config)
+        self.config: dict[str, Any] = _as_read(config)
         if path is not None and path.exists():
             self.config = self._checked(read_content(path), path)
         elif path is not None:
@@ -163,7 +163,7 @@ class CellStore:
             content: See :meth:`get`.
             settings: See :meth:`get`.
         """
-        content = normalised(content)
+        content = _as_read(content)
         if self.folder is not None:
             cell: dict[str, Any] = {"fingerprint": self.fingerprint}
             if settings:
@@ -186,7 +186,7 @@ class CellStore:
                 f"Expected a cell of this configuration ({self.fingerprint}), got {path} of "
                 f"another ({cell['fingerprint']}). Remedy: delete it."
             )
-        wanted, got = normalised(dict(settings or {})), cell.get("settings", {})
+        wanted, got = _as_read(dict(settings or {})), cell.get("settings", {})
         if got != wanted and not self._only_looking:
             raise ValueError(
                 f"Expected a cell made with the settings {wanted}, got {path} made with {got}. "
@@ -213,6 +213,17 @@ class CellStore:
         if quoted.startswith("."):  # files that are being written do
             quoted = "%2E" + quoted[1:]
         return self.folder / (quoted + suffix)
+
+
+def _as_read(content: Any) -> Any:
+    """Content as it comes back from a file."""
+    if isinstance(content, Tensor):
+        return content.detach().cpu()
+    if isinstance(content, Mapping):
+        return {key: _as_read(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_as_read(value) for value in content]
+    return content
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laplace_debias.storage.atomic import write_atomically
 
-__all__ = ["has_tensors", "normalised", "read_content", "write_content"]
+__all__ = ["has_tensors", "read_content", "write_content"]
 
 _META, _TENSOR = "meta", "tensor"
 
@@ -91,17 +91,6 @@ def has_tensors(content: Any) -> bool:
     arrays: dict[str, Tensor] = {}
     _split(content, arrays, _TENSOR)
     return bool(arrays)
-
-
-def normalised(content: Any) -> Any:
-    """Return content as it would come back from a file.
-
-    Example:
-        >>> normalised({"a": (1, 2), "b": torch.ones(1, requires_grad=True)})
-        {'a': [1, 2], 'b': tensor([1.])}
-    """
-    arrays: dict[str, Tensor] = {}
-    return _join(json.loads(_dumps(_split(content, arrays, _TENSOR))), arrays)
 
 
 def _split(content: Any, arrays: dict[str, Tensor], place: str) -> Any:

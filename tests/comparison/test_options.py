@@ -1,8 +1,11 @@
 """The options of a comparison say what is wrong with them at once."""
 
 import pytest
+import torch
+from torch import nn
 
 from laplace_debias.comparison.options import CustomMethod, Prediction, Reference, Work
+from laplace_debias.posterior.factory import Laplace
 
 
 @pytest.mark.parametrize(
@@ -22,6 +25,21 @@ from laplace_debias.comparison.options import CustomMethod, Prediction, Referenc
 def test_bad_values(make, match):
     with pytest.raises(ValueError, match=match):
         make()
+
+
+def test_a_reference_is_named_by_what_it_is():
+    assert Reference().cell(60) == ("full", "full", 60)
+    assert Reference(size=40).cell(60) == ("large-batch-40", "large-batch", 40)
+    X, y = torch.randn(8, 3), torch.arange(8) % 2
+    keys = set()
+    for scale in (1.0, 2.0):
+        la = Laplace(nn.Linear(3, 2), "classification", "all", "kron", debias="single")
+        la.fit((scale * X, y), n_data=60)
+        assert Reference(posterior=la).cell(60) == Reference(posterior=la).cell(60)
+        keys |= {Reference(posterior=la).cell(60)[0], Reference(posterior=la, size=8).cell(60)[0]}
+    assert len(keys) == 4 and {key.split("-")[0] for key in keys} == {"full", "large"}
+    with pytest.raises(ValueError, match="size between 1 and N - 1 = 39, got 40. Remedy"):
+        Reference(size=40).cell(40)
 
 
 def test_draws_of_a_call():

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSa
 
 from laplace_debias import Laplace, sweep_prior_precision
 from laplace_debias.data.pool import MapStyle
-from laplace_debias.debias.options import CrossfitOptions
 from laplace_debias.kfac.backend import HookEF
 from tests import cases
 from tests.cases import CNN, MLP, MLP_REGRESSION, loader
@@ -212,26 +211,6 @@ def test_progress_bar(capsys):
     )
     la.fit(loader(*CNN.data(32), 8), progress_bar=True)
     assert "K-FAC: draws" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"n_folds": 1}, "`n_folds` of at least 2, got 1"),
-        ({"sampling": "smart"}, "`sampling` to be one of .* got 'smart'"),
-        ({"n_curvature": 1}, "`n_curvature` of at least `n_folds`=2, got 1"),
-        ({"n_pool": 9}, "no `n_pool` and no `scores` with sampling='uniform'"),
-        (
-            {"sampling": "curvature", "n_pool": 9, "n_curvature": 10},
-            "pool of at least `n_curvature`=10 .*n_pool=9",
-        ),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=rf"Expected.*{message}.*Remedy"):
-        CrossfitOptions(**options)
-    with pytest.raises(ValueError, match=message):
-        Laplace(MLP.model(), "classification", "all", "kron", debias="crossfit", **options)
 
 
 def test_bad_use():

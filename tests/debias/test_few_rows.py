@@ -4,11 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from laplace_debias import Laplace
 from laplace_debias.debias.few_rows import ROW_FOLDS, crossfit_rows, few_rows_from
-from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.folds import crossfit_spectrum
-from laplace_debias.kfac.engine import kfac_factors
 from tests.cases_kfac import forward_factors
 
 
@@ -126,36 +123,3 @@ def test_rows_are_kept_of_wide_layers_with_one_row_per_datum():
     assert forward_factors(model, x, rows_from=41).rows == (None,) * 4
     assert forward_factors(Tokens().double(), x, rows_from=40).rows == (None,) * 4
     assert forward_factors(MergedTokens().double(), x, rows_from=40).rows == (None,) * 2
-
-
-def test_the_posterior_takes_more_folds_for_wide_layers_only():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    x, y = torch.randn(60, 40).double(), torch.arange(60) % 3
-    outputs = [kfac_factors(model, part, y[:10], likelihood="classification", inputs=False)
-               for part in x[:20].split(10)]  # fmt: skip
-    inputs = [forward_factors(model, part, rows_from=40) for part in x[20:40].split(10)]
-    fitted = crossfit_kron(outputs, inputs, n_data=60)
-    torch.testing.assert_close(fitted.lam_tilde[0][1], crossfit_rows(x[20:40])[2])
-    torch.testing.assert_close(
-        fitted.lam_tilde[2][1], crossfit_spectrum([part.A[2] for part in inputs], [10, 10])[2]
-    )
-
-
-def test_a_pool_gives_wide_layers_rows_up_to_half_their_inputs():
-    """Eight data for A; of the others those whose rows are still few for 40 inputs."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    x, y = torch.randn(60, 40).double(), torch.arange(60) % 3
-    options = {"n_curvature": 4, "n_input": 8}
-    expected = {
-        "uniform": [x[:2], x[4:6], x[2:4], x[6:8]],
-        "curvature": [x[0:6:2], x[6:7], x[1:6:2], x[7:8], x[8:20]],
-    }
-    for sampling, rows in expected.items():
-        la = Laplace(
-            model, "classification", "all", "kron", debias="crossfit", sampling=sampling, **options
-        )
-        la.fit(list(zip(x.split(6), y.split(6), strict=True)), n_data=60)
-        torch.testing.assert_close(la.H.eigenvalues[0][1], crossfit_rows(torch.cat(rows))[2])
-        assert la.fit_cost.forward <= (8 if sampling == "uniform" else 60) + 4

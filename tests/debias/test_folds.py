@@ -4,10 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laplace.utils import Kron
 from sklearn.isotonic import isotonic_regression
 
-from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.folds import (
     crossfit_factor,
     curvatures_along,
@@ -15,9 +13,6 @@ from laplace_debias.debias.folds import (
     null_tolerance,
 )
 from laplace_debias.debias.spectrum import eigh_float64
-from laplace_debias.kfac.engine import kfac_factors
-from laplace_debias.network.loss import mean_loss_hessian
-from tests.cases_kfac import forward_factors
 
 
 def gram(rows):
@@ -202,41 +197,3 @@ def test_directions_of_large_factors_in_single_precision_change_nothing(monkeypa
 
             patch.setattr(torch.linalg, "eigh", fail)
             assert torch.equal(crossfit_factor(folds, [1, 1])[0], expected)
-
-
-def small_model():
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)]
-    return torch.nn.Sequential(*layers).double(), torch.randn(40, 3).double()
-
-
-def test_kron_of_identical_folds_is_the_posterior_of_one():
-    model, x = small_model()
-    fold = kfac_factors(model, x, likelihood="classification")
-    H = crossfit_kron([fold, fold], n_data=200).decomposed(torch.float64)
-    blocks = [[200 / 40 * block[0], *block[1:]] for block in fold.blocks]
-    torch.testing.assert_close(H.to_matrix(), Kron(blocks).to_matrix())
-
-
-def test_kron_equals_the_dense_construction():
-    """Separate folds for A and B, and the exact output factor, against explicit matrices."""
-    model, x = small_model()
-    outputs = [kfac_factors(model, part, likelihood="classification") for part in x.split([10, 30])]
-    inputs = [forward_factors(model, part) for part in x.split([20, 5, 15])]
-    exact = mean_loss_hessian(model(x).detach(), "classification")
-    fitted = crossfit_kron(outputs, inputs, n_data=100, output_hessian=exact)
-    H = fitted.decomposed(torch.float64)
-    expected = []
-    for i in range(4):
-        lam, Q = crossfit_factor([f.blocks[i][0] / f.n for f in outputs], [10, 30])
-        block = 100 * (exact if i >= 2 else Q @ torch.diag(lam) @ Q.T)
-        if i % 2 == 0:
-            lam, Q = crossfit_factor([f.A[i] for f in inputs], [20, 5, 15])
-            block = torch.kron(block, Q @ torch.diag(lam) @ Q.T)
-        expected.append(block)
-    torch.testing.assert_close(H.to_matrix(), torch.block_diag(*expected))
-    with pytest.raises(ValueError, match="same parameters"):
-        crossfit_kron(outputs, [forward_factors(model[2:], torch.randn(4, 4).double())], n_data=9)
-    bad = kfac_factors(model, x[:5] * float("nan"), likelihood="classification")
-    with pytest.raises(ValueError, match="B of 0.weight"):
-        crossfit_kron([outputs[0], bad], n_data=9)

@@ -13,7 +13,6 @@ from laplace_debias.debias.sampling import (
     sampling_probabilities,
 )
 from laplace_debias.kfac.engine import kfac_factors
-from laplace_debias.network.loss import mean_loss_hessian, sampled_hessian_root
 
 
 @pytest.fixture(scope="module")
@@ -107,21 +106,6 @@ def test_weights_reach_the_factors(trained):
         torch.testing.assert_close(B, torch.einsum("j,jab->ab", draw.weights, each[draw.indices]))
 
 
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
-def test_sampled_roots_have_the_hessian_as_second_moment(likelihood):
-    logits = torch.tensor([[3.0, 0.0, -1.0, 0.5]], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    n = 40_000
-    v = sampled_hessian_root(logits.expand(n, -1), likelihood, generator).squeeze(2)
-    H = mean_loss_hessian(logits, likelihood)
-    torch.testing.assert_close(v.square().sum(1), H.trace().expand(n))
-    products = v[:, :, None] * v[:, None]
-    error = (products.mean(0) - H).abs() / (products.std(0) / n**0.5).clamp(min=1e-12)
-    assert error.max() < 4
-    again = sampled_hessian_root(logits.expand(n, -1), likelihood, torch.Generator().manual_seed(0))
-    assert torch.equal(again.squeeze(2), v)
-
-
 def test_sampled_factors_are_unbiased(trained):
     """Factors from one backward pass per datum, over 500 repeats, against the exact ones."""
     model, x, outputs, per_datum = trained
@@ -135,22 +119,6 @@ def test_sampled_factors_are_unbiased(trained):
         assert (error <= 4 * noise + 1e-12).all()  # some entries do not vary
 
 
-def test_stream_draws_each_item_with_its_probability():
-    scores = torch.tensor([0.0, 1.0, 2.0, 0.0, 5.0, 0.5])
-    generator = torch.Generator().manual_seed(0)
-    m, n_draws = 6, 1500
-    counts = torch.zeros(6, dtype=torch.float64)
-    for _ in range(n_draws):
-        reservoirs = Reservoirs(m, uniform=0.2, generator=generator)
-        for part in scores.split(2):
-            reservoirs.update(part)
-        counts += torch.bincount(reservoirs.draw().indices, minlength=6)
-    q = sampling_probabilities(scores, uniform=0.2)
-    total = m * n_draws
-    z = (counts - total * q) / (total * q * (1 - q)).sqrt()
-    assert z.abs().max() < 4
-
-
 @pytest.mark.parametrize("kind", DRAWS)
 def test_draws_are_reproducible_and_leave_the_global_generator_alone(trained, kind):
     outputs = trained[2]
@@ -162,30 +130,6 @@ def test_draws_are_reproducible_and_leave_the_global_generator_alone(trained, ki
     other = DRAWS[kind](scores, outputs, 9, torch.Generator().manual_seed(6))
     assert not torch.equal(draws[0].indices, other.indices)
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_scores_are_the_traces_of_the_loss_hessians():
-    torch.manual_seed(0)
-    logits = 3 * torch.randn(5, 4, dtype=torch.float64)
-    for f, score in zip(logits, curvature_scores(logits), strict=True):
-        H = torch.autograd.functional.hessian(
-            lambda z: nn.functional.cross_entropy(z[None], torch.tensor([1])), f
-        )
-        torch.testing.assert_close(score, H.trace())
-    sure = curvature_scores(torch.tensor([[12.0, 0.0]]))  # single precision would cancel
-    p = torch.sigmoid(torch.tensor([-12.0], dtype=torch.float64))
-    torch.testing.assert_close(sure, 2 * p * (1 - p), rtol=1e-8, atol=0)
-
-
-def test_the_mean_hessian_of_a_sure_network_has_no_curvature_along_equal_logits():
-    generator = torch.Generator().manual_seed(0)
-    outputs = torch.randn(4000, 10, generator=generator)
-    outputs[torch.arange(4000), torch.arange(4000) % 10] += 12.0
-    H = mean_loss_hessian(outputs, "classification")
-    ones = torch.ones(10, dtype=torch.float64)
-    # Rounding of numbers up to 1 in double precision, however small H is.
-    assert (H @ ones).norm() < 10 * torch.finfo(torch.float64).eps
-    assert torch.linalg.matrix_norm(H, 2) < 1e-4
 
 
 def test_a_second_draw_measures_without_bias_along_directions_of_the_first():

@@ -10,7 +10,6 @@ from curvlinops import KFACLinearOperator
 from torch import nn
 
 from laplace_debias.kfac.engine import kfac_factors
-from laplace_debias.network.loss import backward_vectors
 
 
 class Tokens(nn.Module):
@@ -224,23 +223,3 @@ def test_layers_that_merge_data_with_positions_are_refused_by_name(approx):
     kfac_factors(model, X, likelihood="regression")
     with pytest.raises(ValueError, match="kfac_approx.*'expand', 'reduce', 'backpack'"):
         kfac_factors(model, X, likelihood="regression", kfac_approx="sum")
-
-
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
-def test_both_samplers_have_the_hessian_as_their_second_moment(likelihood):
-    """Many draws of one datum; on a confident network the label sampler varies far more."""
-    f = torch.tensor([[4.0, 0.0, -1.0]], dtype=torch.float64).expand(200_000, 3)
-    p = f[0].softmax(0)
-    H = torch.diag(p) - torch.outer(p, p) if likelihood == "classification" else torch.eye(3)
-    spread = {}
-    for sampler in ("trace", "label"):
-        generator = torch.Generator().manual_seed(0)
-        v = backward_vectors(f, None, likelihood, "mc", generator, sampler=sampler)[0]
-        squares = v.square().sum(1)
-        standard_error = squares.std() / len(v) ** 0.5
-        assert abs(squares.mean() - H.trace()) <= 4 * standard_error + 1e-12
-        torch.testing.assert_close(v.T @ v / len(v), H.to(v), atol=0.02, rtol=0)
-        spread[sampler] = squares.std()
-    assert spread["trace"] < 1e-6 < spread["label"]
-    with pytest.raises(ValueError, match="`sampler`.*Remedy"):
-        backward_vectors(f, None, likelihood, "mc", sampler="softmax")

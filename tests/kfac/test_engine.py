@@ -8,14 +8,11 @@ import torch
 from laplace.curvature.asdl import AsdlEF, AsdlGGN
 from laplace.curvature.curvlinops import CurvlinopsEF, CurvlinopsGGN
 from torch import nn
-from torch.nn import functional as F
 
 from laplace_debias.kfac.backend import HookEF, HookGGN
 from laplace_debias.kfac.engine import kfac_factors
 from laplace_debias.network.loss import (
     mean_loss_hessian,
-    sampled_hessian_root,
-    softmax_hessian_root,
 )
 from tests.cases_kfac import CASES, forward_factors, make
 from tests.oracles_kfac import oracle
@@ -77,39 +74,6 @@ def test_agrees_with_curvlinops(case, likelihood, ours, theirs):
     torch.testing.assert_close(kron.to_matrix(), their_kron.to_matrix())
 
 
-def test_large_gram_matrices_and_sliced_unfolding(monkeypatch):
-    """The halved Gram matrix and the sliced copy give what one plain product gives."""
-    monkeypatch.setattr("laplace_debias.kfac.grams._HALVE_ABOVE", 5)
-    monkeypatch.setattr("laplace_debias.kfac.grams._SLICE_BYTES", 4000)
-    model, x, y = make("conv2d", "classification")
-    factors = kfac_factors(model, x, y, likelihood="classification")
-    assert_blocks_close(factors.blocks, oracle(model, x, y, "classification", torch.ones(6)))
-
-
-def test_exact_ggn_of_a_single_linear_layer_with_one_datum():
-    """For one datum and one position the Kronecker product is the GGN itself."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 4).double()
-    x, y = torch.randn(1, 3).double(), torch.tensor([2])
-    _, kron = HookGGN(model, "classification").kron(x, y, N=1)
-    flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-
-    def loss(theta):
-        W, b = theta[:12].reshape(4, 3), theta[12:]
-        return F.cross_entropy(x @ W.T + b, y)
-
-    H = torch.autograd.functional.hessian(loss, flat)  # the model is linear: Hessian = GGN
-    torch.testing.assert_close(kron.to_matrix()[:12, :12], H[:12, :12])
-    torch.testing.assert_close(kron.to_matrix()[12:, 12:], H[12:, 12:])
-
-
-def test_softmax_root_at_saturated_outputs():
-    logits = torch.tensor([[50.0, 0.0, -50.0], [0.0, 0.0, 90.0], [-200.0, 0.0, 0.0]]).double()
-    p = logits.softmax(-1)
-    S = softmax_hessian_root(logits)
-    torch.testing.assert_close(S @ S.mT, torch.diag_embed(p) - p[:, :, None] * p[:, None])
-
-
 def test_tied_weights_count_as_positions():
     """Two modules with one weight: sums of B, pooled mean of A."""
     torch.manual_seed(0)
@@ -142,21 +106,6 @@ def test_half_precision_models_accumulate_in_single(dtype):
         for M, L in zip(block, exact, strict=True):
             assert M.dtype == torch.float32
             assert (M - L).norm() < 0.03 * L.norm()
-
-
-def test_last_layer_backend():
-    from laplace import Laplace
-    from torch.utils.data import DataLoader, TensorDataset
-
-    model, x, y = make("mlp", "classification", n=12)
-    loader = DataLoader(TensorDataset(x, y), batch_size=5)
-    fitted = [
-        Laplace(copy.deepcopy(model), "classification", "last_layer", "kron", backend=backend)
-        for backend in (HookGGN, AsdlGGN)
-    ]
-    for la in fitted:
-        la.fit(loader)
-    torch.testing.assert_close(fitted[0].H.to_matrix(), fitted[1].H.to_matrix())
 
 
 def test_the_model_is_left_as_found_also_after_an_error():
@@ -232,15 +181,6 @@ def test_layers_at_the_output_are_recognised():
     for inplace in (True, False):
         covered = nn.Sequential(*copy.deepcopy(model), nn.ReLU(inplace=inplace))
         assert forward_factors(covered, x).at_output == (False,) * 4
-
-
-def test_stochastic_backend_takes_one_backward_pass():
-    model, x, y = make("mlp", "classification")
-    torch.manual_seed(0)
-    _, kron = HookGGN(model, "classification", stochastic=True).kron(x, y, N=6)
-    generator = torch.Generator().manual_seed(0)
-    v = sampled_hessian_root(model(x).detach(), "classification", generator).squeeze(2)
-    torch.testing.assert_close(kron.kfacs[2][0], v.T @ v)
 
 
 def test_factors_add_up():

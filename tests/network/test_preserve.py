@@ -7,10 +7,11 @@ import copy
 import pytest
 import torch
 from laplace.curvature import AsdlEF, AsdlGGN, BackPackGGN, CurvlinopsGGN
+from laplace.utils import FeatureExtractor
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.network.preserve import evaluation_mode, preserved
+from laplace_debias.network.preserve import computing_model, evaluation_mode, preserved
 from tests import cases
 
 
@@ -130,3 +131,17 @@ def test_contexts_restore_after_an_exception():
         assert not model.training
         raise ZeroDivisionError
     assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize("last_layer", [False, True])
+def test_half_precision_is_computed_in_single(last_layer):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).bfloat16()
+    given = FeatureExtractor(model, last_layer_name="1") if last_layer else model
+    with computing_model(given, last_layer) as (net, cast):
+        f = net(cast(torch.ones(1, 3).bfloat16()))
+        assert f.dtype == torch.float32 and net is not given
+        if last_layer:
+            f, phi = net.forward_with_features(torch.ones(1, 3))
+            torch.testing.assert_close(net.last_layer(phi), f)  # the copy's own hook
+            assert len(net.last_layer._forward_hooks) == 1
+    assert all(p.dtype == torch.bfloat16 for p in given.parameters())

@@ -135,28 +135,6 @@ def test_an_input_changed_in_place_is_an_error():
         linearized_predictive(la, torch.randn(4, 3))
 
 
-@pytest.mark.parametrize(
-    ("prior", "message"),
-    [
-        (-1.0, "positive"),
-        (0.0, "positive"),
-        (float("nan"), "positive"),
-        ([1.0, float("inf")], "positive"),
-        (torch.ones(2, 5), "length 1 or 6"),
-        ([1.0, torch.ones(2)], "length 1 or 6"),
-        (torch.ones(1, 1, 6), "at most 2 dimensions"),
-        ([], "at least one"),
-        (["a"], "number"),
-    ],
-)
-def test_bad_prior_precisions(prior, message):
-    la, x = fitted_cnn()
-    before = la.prior_precision.clone()
-    with pytest.raises(ValueError, match=message):
-        linearized_predictive(la, x, prior)
-    assert torch.equal(la.prior_precision, before)
-
-
 def test_bad_arguments():
     la, x = fitted_cnn()
     with pytest.raises(ValueError, match="one of"):

@@ -191,64 +191,6 @@ def test_chunks_never_change_a_result(name, diagonal, monkeypatch):
         torch.testing.assert_close(got.mean, expected.mean, **EXACT)
 
 
-@pytest.mark.parametrize("mode", ["variance", "covariance", "joint"])
-@pytest.mark.parametrize(
-    ("groups", "order"),
-    [(1, (a, b)) for a in (True, False) for b in (True, False)]
-    + [(2, (a, False)) for a in (True, False)],  # gradients of several groups are rotated last
-)
-def test_every_order_of_rotation_gives_the_dense_result(mode, groups, order, monkeypatch):
-    n, C, d_out, d_in, R, k = 5, 3, 4, 6, 7, 2
-    generator = torch.Generator().manual_seed(0)
-    like = {"dtype": torch.float64, "generator": generator}
-    G, A = torch.randn(n, C, d_out, R, **like), torch.randn(n, R, groups, d_in, **like)
-    bases = [
-        tuple(torch.linalg.qr(torch.randn(d, d, **like))[0] for d in (d_out, d_in))
-        for _ in range(3)
-    ]
-    ws = [torch.rand(d_out * d_in, k, **like) for _ in bases]
-    monkeypatch.setattr(contractions, "TILE_NUMEL", 2 * C * d_in * n)
-    monkeypatch.setattr(contractions, "rotation_order", lambda *args: order)
-    got = contractions.weight_moments(
-        lambda rows: A[rows],
-        G,
-        bases,
-        [lambda rows, w=w: [w.view(d_out, d_in, k)[rows].flatten(0, 1)] for w in ws],
-        mode,
-    )
-    for moments, (Q_B, Q_A), w in zip(got, bases, ws, strict=True):
-        J = torch.zeros(n, C, d_out, d_in, dtype=torch.float64)
-        for o in range(d_out):  # an output sees the inputs of its own group
-            J[:, :, o] = torch.einsum("ncr,nri->nci", G[:, :, o], A[:, :, o * groups // d_out])
-        J = J.flatten(2) @ torch.kron(Q_B, Q_A)
-        for i in range(k):
-            joint = torch.einsum("ncp,p,mdp->ncmd", J, w[:, i], J)
-            own = torch.stack([joint[j, :, j] for j in range(n)])
-            want = {
-                "joint": joint.reshape(n * C, n * C),
-                "covariance": own,
-                "variance": own.diagonal(dim1=1, dim2=2),
-            }
-            torch.testing.assert_close(moments[..., i], want[mode], **EXACT)
-
-
-def test_the_order_of_rotation_is_the_cheapest():
-    for C, R, d_out, d_in, groups, n_bases in [
-        (3, 9, 4, 5, 1, 1),
-        (2, 2, 8, 3, 1, 4),
-        (5, 9, 4, 8, 2, 3),
-    ]:
-        costs = {}
-        for A_first in (True, False):
-            for B_first in (True, False) if groups == 1 else (False,):
-                products = C * R * d_out * d_in * (n_bases if A_first or B_first else 1)
-                inputs = n_bases * d_in**2 * (R * groups if A_first else C * d_out)
-                outputs = n_bases * C * d_out**2 * (R if B_first else d_in)
-                costs[A_first, B_first] = products + inputs + outputs
-        best = min(costs, key=costs.get)
-        assert contractions.rotation_order(C, R, d_out, d_in, groups, n_bases) == best
-
-
 @pytest.mark.parametrize("k", [8, 9, 17])
 @pytest.mark.parametrize("name", ["conv", "mlp"])
 def test_any_number_of_prior_precisions_agrees_with_one_at_a_time(name, k):

@@ -50,7 +50,7 @@ def test_of_a_network(curvature, dense):
     overlap = (pairs.vectors.T @ vectors.flip(1)[:, :6]).diagonal().abs()
     assert torch.allclose(overlap, torch.ones(6).double(), atol=1e-8)
     assert torch.allclose(q.curvatures(pairs.vectors), pairs.values, rtol=1e-9)
-    assert pairs.num_products + 6 == q.num_products
+    assert pairs.n_products + 6 == q.n_products
 
 
 def test_matches_scipy_in_float32_with_restarts():
@@ -58,7 +58,7 @@ def test_matches_scipy_in_float32_with_restarts():
     pairs = top_eigenvectors(H, 20, block_size=4)
     expected, _ = scipy.sparse.linalg.eigsh(H.double().numpy(), 20, which="LA")
     assert torch.allclose(pairs.values.double(), torch.tensor(expected).flip(0), atol=1e-4)
-    assert pairs.num_products > 80  # more than one basis, so it has restarted
+    assert pairs.n_products > 80  # more than one basis, so it has restarted
     residuals = (H @ pairs.vectors - pairs.vectors * pairs.values).norm(dim=0)
     assert float(residuals.max()) <= 1e-4
 

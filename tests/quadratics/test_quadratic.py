@@ -69,21 +69,6 @@ def test_kfac_matches_dense_factors():
     assert torch.allclose(q @ eye, dense_kfac(model, X), rtol=1e-9, atol=1e-12)
 
 
-def test_restriction_is_the_quadratic_on_a_plane_and_along_a_path():
-    model, loss, X, y = make_classifier()
-    q = Quadratic(model, loss, (X, y), curvature="hessian", l2=0.1)
-    D = orthonormal(q.shape[0], 2)
-    plane = q.restrict(D)
-    tau = orthonormal(12, 2).reshape(3, 4, 2)
-    points = q.theta0[:, None] + D @ tau.reshape(-1, 2).T
-    assert torch.allclose(plane.value(tau), q.value(points).reshape(3, 4), rtol=1e-10)
-    steps = torch.tensor([0.7, -0.2], dtype=torch.float64)
-    expected = [q.slopes(D)[0], q.slopes(D, q.theta0 + 0.7 * D[:, 0])[1]]
-    assert torch.allclose(plane.slopes(steps), torch.stack(expected), rtol=1e-10)
-    with pytest.raises(ValueError, match="One coefficient"):
-        plane.value(torch.zeros(3, dtype=torch.float64))
-
-
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_partition_averages_are_full_batch_values(curvature, dtype):
@@ -182,7 +167,7 @@ def test_products_are_counted():
     q @ torch.ones(43, dtype=torch.float64)
     q @ torch.ones(43, 10, dtype=torch.float64)
     q.curvatures(torch.eye(43).double()[:, :6])
-    assert q.num_products == 1 + 10 + 6
+    assert q.n_products == 1 + 10 + 6
 
 
 def test_normalises_directions_and_says_so():

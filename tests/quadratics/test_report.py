@@ -19,7 +19,7 @@ def test_numbers_match_dense_matrices():
     model, loss, X, y = make_classifier()
     report = curvature_bias_report(model, loss, (X, y), batch_sizes=(6, 12), k=3, draws=2, l2=0.1)
     assert report.same.shape == report.other.shape == report.full.shape == (2, 2, 3)
-    assert (report.num_data, report.num_params) == (24, 43)
+    assert (report.n_data, report.n_params) == (24, 43)
     spectrum = torch.linalg.eigvalsh(dense_ggn(model, loss, X, y, l2=0.1))
     assert (report.full <= spectrum[-1] * (1 + 1e-9)).all()
     # two halves of the data: the truth is the mean of the two mini-batches
@@ -50,7 +50,7 @@ def test_advice():
     none = made_report([5.0, 3.0, 2.0])
     assert none.sufficient_batch_size is None
     # factor - 1 = 4, 2, 1: halves with every quadrupling, so 0.2 is at 256 * 5^2 > N
-    assert none.extrapolated_batch_size == none.num_data
+    assert none.extrapolated_batch_size == none.n_data
     exact = made_report([1 + 16 / 16, 1 + 16 / 64, 1 + 16 / 256], tolerance=0.125)
     assert exact.extrapolated_batch_size in (128, 129)
     assert made_report([1.0, 1.0, 1.0]).extrapolated_batch_size is None

@@ -1,0 +1,94 @@
+"""The two methods that take data as they come, against explicit matrices."""
+
+import pytest
+import torch
+
+from laplace_debias.data.roles import TrainingData
+from laplace_debias.debias.two_batch import fit_factors, fit_single, fit_two_batch
+from laplace_debias.kfac.engine import Engine
+from laplace_debias.kfac.factors import Factors
+from tests import oracles
+from tests.cases import CNN, MLP, MLP_REGRESSION, PARTLY_FROZEN
+
+CPU = torch.device("cpu")
+CASES = [MLP, MLP_REGRESSION, CNN, PARTLY_FROZEN]
+
+
+def matrix(fit):
+    return fit.decomposed(torch.float64).to_matrix()
+
+
+def parts(case, *sizes):
+    """Mini-batches of some sizes."""
+    X, y = case.data(sum(sizes))
+    return list(zip(X.split(sizes), y.split(sizes), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_two_batch_is_the_diagonal_of_the_second_batch_in_the_basis_of_the_first(case):
+    one, two = parts(case, 30, 20)
+    model = case.model()
+    fit = fit_two_batch(Engine(model, case.likelihood), TrainingData([one], [two], 200, CPU))
+    K_1, K_2 = (oracles.kfac(model, *batch, case.likelihood) for batch in (one, two))
+    torch.testing.assert_close(matrix(fit), oracles.debiased(K_1, K_2, 200 / 20))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_single_is_the_plain_kfac_of_all_its_data(case):
+    batches = parts(case, 8, 12)
+    model = case.model()
+    engine = Engine(model, case.likelihood)
+    fit = fit_single(engine, TrainingData(batches, None, 200, CPU))
+    X, y = case.data(20)
+    expected = oracles.dense(oracles.kfac(model, X, y, case.likelihood), 200 / 20)
+    torch.testing.assert_close(matrix(fit), expected)
+    assert fit.lam_tilde is fit.lam and fit.curvatures == []
+    assert engine.cost.forward == 20
+
+
+def test_the_loss_is_that_of_all_data_seen():
+    one, two = parts(MLP, 6, 4)
+    model = MLP.model()
+    fit = fit_two_batch(Engine(model, "classification"), TrainingData([one], [two], 50, CPU))
+    X, y = MLP.data(10)
+    expected = 50 * torch.nn.functional.cross_entropy(model(X), y)
+    torch.testing.assert_close(fit.loss, expected.detach())
+
+
+def test_an_earlier_fit_is_merged_role_by_role():
+    """Two fits that stand for 30 and 70 data: B adds up, A is averaged by what each stands for."""
+    model = MLP.model()
+    batches = parts(MLP, 6, 4, 5, 7)
+    engine = Engine(model, "classification")
+    factors = [engine.factors(*batch) for batch in batches]
+    past = fit_factors(factors[0], factors[1], 30)
+    both = fit_factors(factors[2], factors[3], 70, past)
+    K = [oracles.kfac(model, *batch, "classification") for batch in batches]
+
+    def merged(first, second, n, m):
+        return {
+            name: [
+                30 / n * first[name][0] + 70 / m * second[name][0],
+                *(
+                    0.3 * A + 0.7 * C
+                    for A, C in zip(first[name][1:], second[name][1:], strict=True)
+                ),
+            ]
+            for name in first
+        }
+
+    expected = oracles.debiased(merged(K[0], K[2], 6, 5), merged(K[1], K[3], 4, 7), 1.0)
+    torch.testing.assert_close(matrix(both), expected)
+    assert both.n_data == 100
+    torch.testing.assert_close(both.loss - past.loss, 70 * (factors[2].loss + factors[3].loss) / 12)
+
+
+def test_errors_come_before_any_result():
+    engine = Engine(MLP.model(), "classification")
+    with pytest.raises(ValueError, match="`n_data` of at least 20"):
+        fit_two_batch(engine, TrainingData(parts(MLP, 10, 10), None, 15, CPU))
+    with pytest.raises(ValueError, match="empty loader"):
+        fit_single(engine, TrainingData([], None, 15, CPU))
+    lossless = Factors.from_blocks(["bias"], [[torch.eye(2)]], 1, 2)
+    with pytest.raises(ValueError, match="factors with a loss.*Remedy"):
+        fit_factors(lossless, None, 10)
