@@ -194,13 +194,20 @@ class InputGram:
 
     def add(self, layer: KFACLayer, a: Tensor) -> None:
         """Add a call: ``a [n, ..., d_in]`` of a linear layer or ``[n, C_in, *spatial]``."""
+        if not a.numel():  # no datum was routed here
+            return
         if self.approx == "reduce":
             self._sums.append(_input_sum(layer, a))
         else:
             self._means.append(input_mean(layer, a))
 
+    @property
+    def n_rows(self) -> int:
+        """Number of rows that were averaged."""
+        return sum(count for _, count in self._means) + sum(count for _, count in self._sums)
+
     def result(self, n: int) -> Tensor:
-        """A, ``[d_in, d_in]``, of the n data that passed."""
+        """A, ``[d_in, d_in]``, of the n data that passed, if there were rows."""
         if self.approx == "reduce":
             for total, _ in self._sums:
                 check_datum(len(total), n, self.name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,8 +44,10 @@ from laplace_debias.network.upstream import (
     dtype_of,
     is_last_layer,
     posterior_params,
+    row_keys,
     unchecked_prior,
 )
+from laplace_debias.network.verify import verify_last_layer, verify_layers
 from laplace_debias.posterior.checks import check_prior_precision, debias_mode
 from laplace_debias.posterior.state import load_state, save_state
 from laplace_debias.predictive.links import mean_log_probabilities
@@ -71,6 +74,10 @@ class DebiasedPosterior(PrivateProtocol):
         predictive_method: How ``la(x)`` gets its moments: ``"exact"``, ``"samples"`` (of the
             weights, through the linearised network: for very many outputs), or ``"auto"``.
         memory_budget: Bytes that a prediction should stay within.
+        verify: Whether fits and predictors check on a few data that the model is one they can
+            represent, see :func:`laplace_debias.check_model`.
+        data_keys: The entries of inputs that are mappings which have one row per datum; by default
+            all tensors with as many rows.
     """
 
     debias: str
@@ -92,9 +99,13 @@ class DebiasedPosterior(PrivateProtocol):
         fisher: Fisher | None = None,
         sampler: Sampler = "trace",
         generator: torch.Generator | None = None,
+        verify: bool = True,
+        data_keys: Iterable[str] | None = None,
         **kwargs: Any,
     ) -> None:
         self.debias = debias_mode(debias)
+        self.verify = verify
+        self.data_keys = None if data_keys is None else tuple(data_keys)
         self.kfac_approx, self.sampler, self.generator = kfac_approx, sampler, generator
         given = {name: kwargs.pop(name) for name in CrossfitOptions.names() if name in kwargs}
         if given and self.debias != CROSSFIT:
@@ -219,15 +230,16 @@ class DebiasedPosterior(PrivateProtocol):
         N = training_size(train_loader, curvature_loader, n_data)
         train_loader = self._prepare(train_loader, override)
         past = None if override else self._fitted
-        with torch.inference_mode(False), self._engine() as (engine, cast):
+        with torch.inference_mode(False), self._engine() as (engine, cast, check):
             data = TrainingData(
                 train_loader,
                 curvature_loader,
                 N,
                 device_of(self),
-                self.dict_key_x,
+                row_keys(self),
                 self.dict_key_y,
                 cast,
+                check if self.verify else None,
             )
             if self.debias == CROSSFIT:
                 fitted = fit_crossfit(engine, data, self.crossfit, progress_bar=progress_bar)
@@ -238,8 +250,10 @@ class DebiasedPosterior(PrivateProtocol):
         self.fit_cost = engine.cost
 
     @contextmanager
-    def _engine(self) -> Iterator[tuple[FactorEngine, Callable[[Any], Any]]]:
-        """Our engine or one of laplace-torch's backends, and what casts their inputs."""
+    def _engine(
+        self,
+    ) -> Iterator[tuple[FactorEngine, Callable[[Any], Any], Callable[[Inputs], None]]]:
+        """Our engine or one of laplace-torch's backends, what casts and what checks its inputs."""
         backend, backend_kwargs, kron_kwargs = backend_of(self)
         backend_kwargs = {
             "dict_key_x": self.dict_key_x,
@@ -275,7 +289,18 @@ class DebiasedPosterior(PrivateProtocol):
                     f"{self.parameter_names}, got {list(engine.names)}. Remedy: freeze parameters "
                     "before building it, and build a new one."
                 )
-            yield engine, cast
+            yield engine, cast, partial(self._verify, engine, model)
+
+    def _verify(self, engine: FactorEngine, model: nn.Module, X: Inputs) -> None:
+        """Check the model that an engine computes with, on a few data."""
+        keys = (row_keys(self), self.dict_key_y)
+        with engine.cost.stage("verification"):
+            if is_last_layer(self):
+                verify_last_layer(model, X, *keys)
+            elif isinstance(engine, Engine):
+                engine.reached |= verify_layers(model, X, *keys)
+            else:
+                verify_layers(model, X, *keys, inside=False)
 
     @property
     def parameter_names(self) -> list[str]:
@@ -358,7 +383,7 @@ class DebiasedPosterior(PrivateProtocol):
                 fewer than two data.
         """
         loader = self._prepare(train_loader, True)
-        with torch.inference_mode(False), self._engine() as (engine, cast):
+        with torch.inference_mode(False), self._engine() as (engine, cast, _):
             if not isinstance(engine, Engine):
                 raise ValueError(
                     "Expected the backend HookGGN or HookEF, which count the rows behind their "
@@ -366,7 +391,7 @@ class DebiasedPosterior(PrivateProtocol):
                 )
             batches = read(loader, device_of(self), self.dict_key_y, name="train_loader")
             return expected_bias_of(
-                engine, ((cast(X), cast(y)) for X, y in batches), self.dict_key_x
+                engine, ((cast(X), cast(y)) for X, y in batches), row_keys(self)
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -397,6 +422,7 @@ class DebiasedPosterior(PrivateProtocol):
             [t._version for t in scales],
             [(p.device, p.dtype, p.shape) for p in params],
             (float(self.temperature), self.memory_budget, self.enable_backprop),
+            (self.verify, self.data_keys),
         )
         kept = self._kept  # one read: another thread may swap it
         if kept is not None and _same(kept[0], key):

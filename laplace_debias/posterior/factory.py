@@ -42,8 +42,9 @@ def Laplace(
             ``generator``, see :class:`~laplace_debias.debias.options.CrossfitOptions`.
             ``"single"`` uses one mini-batch (or a whole loader) for both, scaled to the training
             set: the biased baseline.
-        **kwargs: Handed to the class, e.g. ``kfac_approx``, ``fisher``, ``sampler`` and
-            ``generator``, see :class:`DebiasedKronLaplace`.
+        **kwargs: Handed to the class, e.g. ``kfac_approx``, ``fisher``, ``sampler``, ``generator``,
+            ``verify=False`` (no check of the model) and ``data_keys`` (the entries of mappings
+            that have one row per datum), see :class:`DebiasedKronLaplace`.
 
     Returns:
         A :class:`DebiasedKronLaplace` or :class:`DebiasedKronLLLaplace`, or with ``debias=False``
