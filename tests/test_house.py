@@ -13,18 +13,24 @@ MODULES = sorted(
 )
 MOST_LINES = 300
 LONGER = {
+    # THE reader: what it takes, and what it says of what it cannot read.
+    "data/reading.py": 310,
     # The three approximations side by side, with their formulas.
-    "kfac/grams.py": 310,
+    "kfac/grams.py": 320,
     # THE engine: half of it is documentation of its attributes and arguments.
     "kfac/engine.py": 360,
+    # What is checked, how it is told, and the table of it.
+    "network/check.py": 340,
+    # Sources, gradients and contractions of one block, which share their shapes.
+    "predictive/layer_jacobians.py": 310,
     # Every flavour of curvature side by side.
-    "network/loss.py": 310,
+    "network/loss.py": 320,
     # A figure each, with its styles.
     "plots/quadratics.py": 360,
     # The class that laplace-torch's users see, all of its methods in one body.
-    "posterior/debiased.py": 800,
+    "posterior/debiased.py": 820,
     # One predictor and the one that several posteriors share.
-    "predictive/predictor.py": 350,
+    "predictive/predictor.py": 370,
     # Plain and debiased CG, which share their recursion.
     "quadratics/cg.py": 350,
     # One class with its maths, each method a few lines.
