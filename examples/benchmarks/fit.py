@@ -4,7 +4,7 @@ A single mini-batch of M, two of M / 2 (debiased), and the cross-fitted posterio
 sampling (A from 4 M data, 8 M scored), all with the default backend; and what a fit on a whole
 training set of 40,000 would take against M = 512 with all of it scored, from the time per datum
 measured here; and the share of a two-batch fit that goes into checking the model. JSON goes to
-`outputs/bench_fit.json`.
+``outputs/bench_fit.json``.
 
     python -m examples.benchmarks.fit
     python -m examples.benchmarks.fit --model convnet-1-8 --budget 8    # a few seconds

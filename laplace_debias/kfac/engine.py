@@ -15,9 +15,7 @@ alone: the data worth backward passes for B need not be those that serve A.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +23,7 @@ from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.reading import check_targets
+from laplace_debias.kfac.cost import FitCost
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox, OutputGram
 from laplace_debias.kfac.row_counts import RowCounter, input_rows, output_rows
@@ -39,39 +38,7 @@ from laplace_debias.network.ownership import KFACLayer, OwnedParameter, owned_pa
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder, check_outputs
 
-__all__ = ["Engine", "FitCost", "kfac_factors"]
-
-
-@dataclass
-class FitCost:
-    """What a fit cost.
-
-    Attributes:
-        forward: Forward passes, one per datum.
-        backward: Backward passes, one per datum and vector.
-        seconds: Wall-clock time by stage.
-    """
-
-    forward: int = 0
-    backward: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time of the block to a stage.
-
-        Example:
-            >>> cost = FitCost()
-            >>> with cost.stage("passes"):
-            ...     pass
-            >>> list(cost.seconds)
-            ['passes']
-        """
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+__all__ = ["Engine", "kfac_factors"]
 
 
 @dataclass
@@ -292,7 +259,9 @@ class Engine:
                     for layer in p.layers
                     for g in found[layer]
                 ]
-                for new in parts if self.kfac_approx == "expand" else parts and [_total(parts)]:
+                if parts and self.kfac_approx != "expand":
+                    parts = [sum(parts[1:], parts[0])]
+                for new in parts:
                     counter.add(new)
         return len(V), {layer: gram.result() for layer, gram in grams.items()}
 

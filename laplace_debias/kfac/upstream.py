@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.reading import check_targets
 from laplace_debias.kfac.backend import HookGGN, HookInterface
-from laplace_debias.kfac.engine import FitCost
+from laplace_debias.kfac.cost import FitCost
 from laplace_debias.kfac.factors import Block, Factors
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.ownership import KFAC_TYPES, kfac_layers
@@ -81,8 +81,9 @@ def choose_backend(
     ]
     if refused:
         raise ValueError(
-            f"{backend.__name__} expected convolutions without dilation, groups or named padding, "
-            f"got {', '.join(refused)}. Remedy: leave `backend` out, or pass `CurvlinopsGGN`."
+            "Expected convolutions without dilation, groups or named padding for "
+            f"{backend.__name__}, got {', '.join(refused)}. Remedy: leave `backend` out, or pass "
+            "`CurvlinopsGGN`."
         )
     return backend
 

@@ -60,7 +60,7 @@ def verify_layers(
         raise ValueError(
             "Expected the inputs and output gradients of every layer to explain all that its "
             "parameters do, got other derivatives of the whole network for "
-            f"{'; '.join(wrong)}. {_OFF}"
+            f"{'; '.join(wrong)}. Remedy: mend or freeze these layers, as said for each. {_OFF}"
         )
     verify_data(model, x, key, targets)
     return {p.name for p in owned if p.name not in rows.unreached}
@@ -118,5 +118,5 @@ def verify_data(model: nn.Module, x: Inputs, key: Keys, targets: str = "labels")
     if wrong is not None:
         raise ValueError(
             f"Expected one row of outputs for each datum, whatever passes with it, got: {wrong}. "
-            f"{_OFF}"
+            f"Remedy: let the model treat each datum by itself. {_OFF}"
         )

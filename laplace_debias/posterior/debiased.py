@@ -30,7 +30,8 @@ from laplace_debias.debias.spectrum import FitResult, rebuild
 from laplace_debias.debias.two_batch import FactorEngine, fit_single, fit_two_batch
 from laplace_debias.evaluation.grid_search import Loss, gridsearch_prior_precision
 from laplace_debias.kfac.backend import HookEF, HookGGN, HookInterface
-from laplace_debias.kfac.engine import Engine, FitCost
+from laplace_debias.kfac.cost import FitCost
+from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
 from laplace_debias.kfac.upstream import BackendEngine, choose_backend, supported_types
 from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
@@ -47,60 +48,14 @@ from laplace_debias.network.upstream import (
     unchecked_prior,
 )
 from laplace_debias.network.verify import verify_last_layer, verify_layers
+from laplace_debias.posterior.checks import check_prior_precision, debias_mode
 from laplace_debias.posterior.state import load_state, save_state
 from laplace_debias.predictive.links import mean_log_probabilities
 from laplace_debias.predictive.network_samples import network_samples
 from laplace_debias.predictive.predictions import Prediction, glm_predictions
 from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
 
-__all__ = ["DebiasedPosterior", "check_prior_precision"]
-
-
-def check_prior_precision(value: float | Tensor) -> None:
-    """Raise unless a prior precision is positive and finite.
-
-    Args:
-        value: One number or several.
-
-    Raises:
-        ValueError: If one is not.
-
-    Example:
-        >>> check_prior_precision(1.0)
-    """
-    given = torch.as_tensor(value).detach()
-    if not bool((torch.isfinite(given) & (given > 0)).all()):
-        raise ValueError(
-            f"Expected a positive, finite prior precision, got {value}. Remedy: pass e.g. 1.0."
-        )
-
-
-def debias_mode(debias: bool | str) -> str:
-    """The name of a debiasing method.
-
-    Args:
-        debias: ``True`` or ``"two-batch"``, ``"crossfit"``, or ``"single"``.
-
-    Returns:
-        ``"two-batch"``, ``"crossfit"`` or ``"single"``.
-
-    Raises:
-        ValueError: For anything else.
-
-    Example:
-        >>> debias_mode(True)
-        'two-batch'
-    """
-    if debias is True:
-        return TWO_BATCH
-    if isinstance(debias, str) and debias in (TWO_BATCH, SINGLE, CROSSFIT):
-        return debias
-    raise ValueError(
-        "Expected `debias` to be True or 'two-batch' (directions from one mini-batch, curvatures "
-        "from another), 'crossfit' (directions from all data drawn, curvatures from folds that "
-        "did not choose them), 'single' (one mini-batch for both, biased) or False "
-        f"(laplace-torch's own class), got {debias!r}. Remedy: `Laplace(model, ..., debias=True)`."
-    )
+__all__ = ["DebiasedPosterior"]
 
 
 class DebiasedPosterior(PrivateProtocol):

@@ -8,7 +8,7 @@ import laplace
 from laplace.baselaplace import BaseLaplace
 from torch import nn
 
-from laplace_debias.posterior.debiased import debias_mode
+from laplace_debias.posterior.checks import debias_mode
 from laplace_debias.posterior.kron import DebiasedKronLaplace, DebiasedKronLLLaplace
 
 __all__ = ["Laplace"]

@@ -71,7 +71,7 @@ class StructuredPredictor:
 
     Args:
         la: A fitted ``KronLaplace`` or ``KronLLLaplace``.
-        prior_precisions: See `prior_grid`; ``None`` takes the one
+        prior_precisions: See ``prior_grid``; ``None`` takes the one
             that ``la`` has.
         memory_budget: Bytes to stay within; the data are cut into chunks accordingly.
         keep_graph: Allow differentiating with respect to the inputs; ``None`` asks ``la``.
@@ -89,7 +89,7 @@ class StructuredPredictor:
         if not memory_budget > 0:
             raise ValueError(
                 f"Expected a positive memory budget in bytes, got {memory_budget}. "
-                "Pass e.g. memory_budget=2**29."
+                "Remedy: pass e.g. memory_budget=2**29."
             )
         dtype = torch.promote_types(dtype_of(la), torch.float32)
         like = torch.empty(0, dtype=dtype, device=device_of(la))
@@ -178,7 +178,9 @@ class StructuredPredictor:
             )
         n = size_of(x, row_keys(self.la))
         if n == 0:
-            raise ValueError("Expected at least one datum, got an empty batch. Skip empty batches.")
+            raise ValueError(
+                "Expected at least one datum, got an empty batch. Remedy: skip empty batches."
+            )
         if not isinstance(x, Tensor):
             return x
         x = x.to(device_of(self.la))
@@ -339,7 +341,7 @@ def linearized_predictive(
     if joint and (diagonal_output or method == "samples"):
         raise ValueError(
             "Expected joint=True alone, got it with diagonal_output=True or method='samples'. "
-            "Drop one of them."
+            "Remedy: drop one of them."
         )
     predictor = StructuredPredictor(la, prior_precisions, memory_budget)
     if method == "auto":
