@@ -8,8 +8,7 @@ its whole influence on the outputs. With random backward vectors :math:`v` and a
           \langle v, J_b\, \delta b \rangle = \sum_t \langle g_t, \delta b \rangle,
 
 for each parameter. The left-hand sides are derivatives of the *whole* network: one backward pass to
-the parameters gives all of them at once, so that those which do not agree have a name. The outputs
-must besides not depend on the order of the data, nor on which of them pass together.
+the parameters gives all of them at once, so that those which do not agree have a name.
 """
 
 from __future__ import annotations
@@ -23,19 +22,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
-from laplace_debias.data.inputs import Inputs, Keys, size_of, take
+from laplace_debias.data.inputs import Inputs
 from laplace_debias.network.ownership import OwnedParameter
 from laplace_debias.network.preserve import differentiable
-from laplace_debias.network.products import has_own_forward
 from laplace_debias.network.recorder import LayerCall, Recorder, check_outputs
 from laplace_debias.network.unfold import conv_padding, last_first
 
 __all__ = [
     "RowCheck",
     "agree",
-    "check_order",
     "check_rows",
     "derivatives",
+    "devices_of",
     "layer_response",
     "random_steps",
 ]
@@ -210,7 +208,7 @@ def check_rows(model: nn.Module, x: Inputs, owned: Sequence[OwnedParameter]) -> 
         moved[layer].append(said)
 
     recorder = Recorder(by_layer, on_input=on_input)
-    with differentiable(model, params), torch.random.fork_rng(_devices(params)):
+    with differentiable(model, params), torch.random.fork_rng(devices_of(params)):
         with recorder.recording():
             f = check_outputs(model(x))
         calls = [call for layer in by_layer for call in recorder.calls[layer] if call.edge]
@@ -263,72 +261,17 @@ def _explained(
     return agree(total, truth, scale)
 
 
-def check_order(
-    model: nn.Module, x: Inputs, key: Keys = "input_ids", whole: bool = False
-) -> str | None:
-    """Whether outputs belong to their data, in any order and any company.
+def devices_of(params: Sequence[Tensor]) -> list[torch.device]:
+    """Devices other than the CPU whose generators a network may draw from.
 
     Args:
-        model: The network.
-        x: Inputs of a mini-batch; its first few data are looked at.
-        key: Which entries of a mapping run over the data, see
-            :func:`laplace_debias.data.inputs.take`.
-        whole: Whether to pass the whole mini-batch as well.
+        params: Its parameters.
 
     Returns:
-        What is wrong, or ``None``.
+        CUDA devices, each once.
 
     Example:
-        >>> check_order(nn.Linear(2, 1), torch.randn(3, 2)) is None
-        True
-        >>> print(check_order(nn.Softmax(dim=0), torch.randn(3, 2)))
-        an output depends on which data pass together
+        >>> devices_of([torch.ones(1)])
+        []
     """
-    n = min(size_of(x, key), N_CHECKED)
-    tensors = [p for p in model.parameters()][:1]
-    with differentiable(model, []), torch.no_grad(), torch.random.fork_rng(_devices(tensors)):
-        few = take(x, slice(0, n), key)
-        f = check_outputs(model(few))
-        if whole and not agree(check_outputs(model(x))[:n], f):
-            return "the outputs of some data differ from those of the whole mini-batch"
-        if n == 1:
-            return None
-        if not agree(check_outputs(model(take(few, torch.arange(n).flip(0), key))).flip(0), f):
-            return "outputs do not follow the order of the data"
-        alone = [check_outputs(model(take(few, slice(i, i + 1), key))) for i in range(n)]
-        if not agree(torch.cat(alone), f):
-            return "an output depends on which data pass together"
-    return None
-
-
-def likely_cause(layer: nn.Module, shared: bool) -> str:
-    """Why rows may not explain a parameter, and what to do.
-
-    Args:
-        layer: The layer that owns it.
-        shared: Whether its rows were recorded from several layers.
-
-    Returns:
-        A clause and a remedy.
-
-    Example:
-        >>> likely_cause(nn.Linear(2, 1), False)[:24]
-        'its weight is used outsi'
-    """
-    kind = type(layer).__name__
-    if has_own_forward(layer):
-        return (
-            f"the `forward` of {kind} changes its weight (standardised, scaled, masked). Remedy: "
-            "freeze it, or write what it computes into the weight of an ordinary layer"
-        )
-    if shared:
-        return "layers share it and one of them uses it in another way. Remedy: freeze it"
-    return (
-        "its weight is used outside the layer as well (a tied decoder, a penalty in the outputs). "
-        "Remedy: freeze it, or give the other use a parameter of its own"
-    )
-
-
-def _devices(params: Sequence[Tensor]) -> list[torch.device]:
-    """Devices other than the CPU whose generators the network may draw from."""
     return list({p.device for p in params if p.device.type == "cuda"})

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs, Keys, rows_of, size_of, take
-from laplace_debias.network.check import N_CHECKED, RowCheck, check_order, check_rows, likely_cause
+from laplace_debias.data.inputs import Inputs, Keys, size_of, take
+from laplace_debias.network.check import N_CHECKED, RowCheck, check_rows
 from laplace_debias.network.loss import likelihood_name
+from laplace_debias.network.order import check_data
 from laplace_debias.network.ownership import (
     OwnedParameter,
     owned_parameters,
@@ -19,9 +20,10 @@ from laplace_debias.network.ownership import (
     unsupported_parameters,
 )
 from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.products import has_own_forward
 from laplace_debias.network.recorder import Recorder
 
-__all__ = ["LayerCheck", "ModelCheck", "check_data", "check_model", "check_parameters"]
+__all__ = ["LayerCheck", "ModelCheck", "check_model", "check_parameters", "likely_cause"]
 
 Status = Literal["exact", "approximated", "not supported"]
 """Whether the rows of a layer are one per datum, several, or no explanation of what it does."""
@@ -155,8 +157,7 @@ def check_model(
     layers = tuple(found[name] for name in trainable)
     covered = sum(layer.n_parameters for layer in layers if layer.status != "not supported")
     n = size_of(x, key)
-    shapes = [p for p in fine]
-    fit_bytes, predict_bytes = _memory(model, x, key, shapes, rows)
+    fit_bytes, predict_bytes = _memory(model, x, key, fine, rows)
     return ModelCheck(
         layers,
         check_data(model, x, key),
@@ -224,42 +225,32 @@ def _status(p: OwnedParameter, rows: RowCheck, n: int) -> tuple[Status, str]:
     return ("approximated", ", ".join(notes)) if notes else ("exact", "")
 
 
-def check_data(
-    model: nn.Module, x: Inputs, key: Keys = "input_ids", targets: str = "labels"
-) -> str | None:
-    """Check that outputs belong to their data; see :func:`check_order`.
+def likely_cause(layer: nn.Module, shared: bool) -> str:
+    """Why rows may not explain a parameter, and what to do.
 
     Args:
-        model: The network.
-        x: Inputs of a mini-batch.
-        key: Which entries of a mapping run over the data.
-        targets: The entry that holds the targets, if there is one.
+        layer: The layer that owns it.
+        shared: Whether its rows were recorded from several layers.
 
     Returns:
-        What is wrong, with the likely cause and a remedy, or ``None``.
+        A clause and a remedy.
 
     Example:
-        >>> check_data(nn.Linear(2, 1), torch.ones(3, 2)) is None
-        True
+        >>> likely_cause(nn.Linear(2, 1), False)[:24]
+        'its weight is used outsi'
     """
-    names = rows_of(x, key) if isinstance(x, MutableMapping) else []
-    guessed = isinstance(key, str) and len(set(names) - {targets}) > 1
-    cause = (
-        "the model reorders or mixes its mini-batch, or draws random numbers. Remedy: give the "
-        "outputs back in the order of the inputs, and normalise with statistics of the training"
-    )
-    if isinstance(x, MutableMapping):
-        cause = (
-            f"of {sorted(names)} one does not run over the data (a table, anchors), or "
-            f"{cause}. Or name those that do: `data_keys=(...)`"
+    kind = type(layer).__name__
+    if has_own_forward(layer):
+        return (
+            f"the `forward` of {kind} changes its weight (standardised, scaled, masked). Remedy: "
+            "freeze it, or write what it computes into the weight of an ordinary layer"
         )
-    try:
-        wrong = check_order(model, x, key, whole=guessed)
-    except (RuntimeError, IndexError) as error:
-        if not guessed:
-            raise
-        wrong = f"the model raises for some of the data ({error})"
-    return None if wrong is None else f"{wrong}; likely cause: {cause}"
+    if shared:
+        return "layers share it and one of them uses it in another way. Remedy: freeze it"
+    return (
+        "its weight is used outside the layer as well (a tied decoder, a penalty in the outputs). "
+        "Remedy: freeze it, or give the other use a parameter of its own"
+    )
 
 
 def _memory(

@@ -8,7 +8,8 @@ from torch import nn
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
 from laplace_debias.network.check import N_CHECKED, agree
 from laplace_debias.network.features import outputs_and_features
-from laplace_debias.network.model_check import check_data, check_parameters
+from laplace_debias.network.model_check import check_parameters
+from laplace_debias.network.order import check_data
 from laplace_debias.network.ownership import owned_parameters
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.products import has_own_forward

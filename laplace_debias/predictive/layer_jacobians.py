@@ -54,7 +54,6 @@ class LayerJacobians:
         verify: bool = True,
         targets: str = "labels",
     ) -> None:
-        """Find the layers to record."""
         self.model, self.blocks, self.key, self.keep_graph = model, blocks, key, keep_graph
         self.owners = owners(model, [block.param for block in blocks])
         self.modules = list(
@@ -78,7 +77,7 @@ class LayerJacobians:
         if self.dims is None and n > 1:
             self.dims = data_dims(self.model, x, self.modules, self.key)
         if self.verify and (n > 1) not in self._verified:
-            self._check(take(x, slice(0, min(n, N_CHECKED)), self.key), x)
+            self._check(x)
             self._verified.add(n > 1)
         tensors = [x] if isinstance(x, Tensor) else [v for v in x.values() if isinstance(v, Tensor)]
         known = (n > 1, *((t.shape[1:], t.dtype) for t in tensors))
@@ -96,18 +95,14 @@ class LayerJacobians:
         )
         return self._bytes[known]
 
-    def _check(self, few: Inputs, x: Inputs) -> None:
+    def _check(self, x: Inputs) -> None:
         """Find the parameters whose rows do not make up the Jacobian of a few data."""
         verify_data(self.model, x, self.key, self.targets)
-
-        def sources_of(capture: Capture, n: int) -> dict[int, list[Source]]:
-            found = ((i, self._sources(b, capture, n)) for i, b in enumerate(self.blocks))
-            return {i: sources for i, sources in found if not isinstance(sources, str)}
-
-        params = [block.param for block in self.blocks]
+        few, params = take(x, slice(0, N_CHECKED), self.key), [block.param for block in self.blocks]
         self._misplaced |= misplaced_rows(
-            self.model, few, self.key, self.modules, params, sources_of
-        )
+            self.model, few, self.key, self.modules, params,
+            lambda i, capture, n: self._sources(self.blocks[i], capture, n),
+        )  # fmt: skip
 
     def contract(
         self, x: Inputs, mode: str, posteriors: Sequence[list[EigenBlock]]

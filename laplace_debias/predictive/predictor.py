@@ -111,12 +111,7 @@ class StructuredPredictor:
         self.blocks = eigen_blocks(la, deltas, self.memory_budget)
         self.params = [block.param for block in self.blocks]
         self._layers = LayerJacobians(
-            la.model,
-            self.blocks,
-            row_keys(la),
-            self.keep_graph,
-            verify=not self._verified,
-            targets=la.dict_key_y,
+            la.model, self.blocks, row_keys(la), self.keep_graph, not self._verified, la.dict_key_y
         )
 
     def __call__(

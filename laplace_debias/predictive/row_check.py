@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ def misplaced_rows(
     key: Keys,
     modules: list[nn.Module],
     params: Sequence[Tensor],
-    sources_of: Callable[[Capture, int], Mapping[int, Sequence[Source]]],
+    sources_of: Callable[[int, Capture, int], Sequence[Source] | str],
 ) -> set[int]:
     """Which parameters' rows do not make up the Jacobian, datum by datum.
 
@@ -69,14 +69,15 @@ def misplaced_rows(
         key: Which entries of a mapping run over the data.
         modules: The layers to record.
         params: The parameters.
-        sources_of: The calls that should explain a parameter, by its number, for a run of n data.
+        sources_of: The calls that should explain a parameter, given its number, in a run of n data;
+            or why there are none.
 
     Returns:
         Numbers of the parameters that are not explained.
 
     Example:
         >>> net = nn.Linear(2, 1)
-        >>> calls = lambda capture, n: {0: [(capture.calls[net][0], 0)]}
+        >>> calls = lambda i, capture, n: [(capture.calls[net][0], 0)]
         >>> misplaced_rows(net, torch.ones(2, 2), "x", [net], [net.weight], calls)
         set()
     """
@@ -92,7 +93,8 @@ def misplaced_rows(
     assert vectors is not None  # there is a datum
     for order in [torch.arange(n)] if n == 1 else [torch.arange(n), torch.arange(n).flip(0)]:
         capture = run(model, take(x, order, key), modules)
-        sources = sources_of(capture, n)
+        explained = ((i, sources_of(i, capture, n)) for i in range(len(params)))
+        sources = {i: found for i, found in explained if not isinstance(found, str)}
         calls = {id(s[0]): s for found in sources.values() for s in found}
         edges = [call.edge for call, _ in calls.values() if call.edge is not None]
         if not edges:
