@@ -10,10 +10,11 @@ are on another scale; they are passed on as they are.
 from __future__ import annotations
 
 import warnings
+from collections.abc import MutableMapping
 from dataclasses import replace
 from typing import Any
 
-from laplace.curvature import BackPackGGN, CurvatureInterface, EFInterface
+from laplace.curvature import BackPackGGN, BackPackInterface, CurvatureInterface, EFInterface
 from laplace.curvature.asdl import AsdlInterface
 from torch import Tensor, nn
 
@@ -140,6 +141,7 @@ class BackendEngine:
         ]
         self._backend = backend(model, self.likelihood, **(backend_kwargs or {}))
         self._asdl = issubclass(backend, AsdlInterface)
+        self._backpack = issubclass(backend, BackPackInterface)
 
     def factors(self, X: Inputs, y: Tensor) -> Factors:
         """Factors of one mini-batch.
@@ -155,6 +157,12 @@ class BackendEngine:
         Raises:
             ValueError: If targets do not fit, a layer is never called, or blocks are missing.
         """
+        if self._backpack and isinstance(X, MutableMapping):
+            raise ValueError(
+                f"Expected mini-batches `(X, y)` of tensors with {type(self._backend).__name__}, "
+                "which extends modules that take a tensor, got a mapping. Remedy: leave `backend` "
+                "out, or use an ASDL or curvlinops backend."
+            )
         n = len(y)
         recorder = Recorder([self.model, *self._layers.values()], edges=False)
         with self.cost.stage("passes"), warnings.catch_warnings():

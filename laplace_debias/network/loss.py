@@ -1,7 +1,7 @@
 """The loss as a function of the network's outputs: its sum, its Hessian, and roots of the Hessian.
 
-Classification is the softmax cross-entropy, with the Hessian ``diag(p) - p p^T`` per datum.
-Regression is half the squared error, with the Hessian ``I``.
+Classification is the softmax cross-entropy, with the Hessian ``diag(p) - p p^T`` per datum, also for
+soft labels, which sum to one. Regression is half the squared error, with the Hessian ``I``.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ SAMPLERS: tuple[Sampler, ...] = ("trace", "label")
 
 
 def likelihood_name(likelihood: Any) -> Likelihood:
-    """The name of a likelihood, from a string or laplace-torch's enum.
+    """The likelihood of the training data, from a string or laplace-torch's enum.
 
     Args:
-        likelihood: ``"classification"``, ``"regression"``, or an enum member of that value.
+        likelihood: ``"classification"``, ``"regression"``, ``"reward_modeling"``, or an enum
+            member of that value.
 
     Returns:
-        The name.
+        The name. A reward model is fitted to pairs of inputs of which one is preferred: a
+        classification with one logit for each of the two.
 
     Raises:
         ValueError: For any other likelihood.
@@ -52,13 +54,19 @@ def likelihood_name(likelihood: Any) -> Likelihood:
     Example:
         >>> likelihood_name("regression")
         'regression'
+        >>> likelihood_name("reward_modeling")
+        'classification'
     """
-    names: dict[Any, Likelihood] = {"classification": "classification", "regression": "regression"}
+    names: dict[Any, Likelihood] = {
+        "classification": "classification",
+        "regression": "regression",
+        "reward_modeling": "classification",
+    }
     name = getattr(likelihood, "value", likelihood)
     if name not in names:
         raise ValueError(
-            f"Expected likelihood 'classification' or 'regression', got {likelihood!r}. Remedy: "
-            "use `debias=False` for other likelihoods."
+            "Expected likelihood 'classification', 'regression' or 'reward_modeling', got "
+            f"{likelihood!r}. Remedy: use `debias=False` for other likelihoods."
         )
     return names[name]
 
@@ -225,7 +233,9 @@ def backward_vectors(
     elif y is None:
         raise ValueError("Expected targets for the empirical Fisher, got None. Remedy: pass `y`.")
     elif likelihood == "classification":
-        root = (wide.softmax(-1) - F.one_hot(y, f.shape[1]))[:, :, None]
+        soft = y.is_floating_point()
+        target = y.to(wide) if soft else F.one_hot(y.long(), f.shape[1])  # [n, C]
+        root = (wide.softmax(-1) - target)[:, :, None]
     else:
         root = (2**0.5 * (wide - y))[:, :, None]  # laplace-torch: half of (2 r) (2 r)^T
     if weights is not None:
@@ -253,7 +263,7 @@ def loss_sum(f: Tensor, y: Tensor, likelihood: str, weights: Tensor | None = Non
 
     Args:
         f: Network outputs ``[n, C]``.
-        y: Targets, ``[n]`` class indices or ``[n, C]`` values.
+        y: Targets, ``[n]`` class indices, ``[n, C]`` class probabilities or ``[n, C]`` values.
         likelihood: ``"classification"`` or ``"regression"``.
         weights: Weight ``[n]`` of each datum; by default 1.
 
@@ -266,7 +276,8 @@ def loss_sum(f: Tensor, y: Tensor, likelihood: str, weights: Tensor | None = Non
     """
     f = f.to(torch.promote_types(f.dtype, torch.float32))
     if likelihood == "classification":
-        losses = F.cross_entropy(f, y, reduction="none")
+        target = y.to(f) if y.is_floating_point() else y.long()
+        losses = F.cross_entropy(f, target, reduction="none")
     else:
         losses = 0.5 * (f - y).square().sum(1)
     return losses.sum() if weights is None else losses @ weights.to(losses)

@@ -22,7 +22,13 @@ def check_prior_precision(value: float | Tensor) -> None:
     Example:
         >>> check_prior_precision(1.0)
     """
-    given = torch.as_tensor(value).detach()
+    try:
+        given = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"Expected a prior precision as a number or a tensor, got {value!r}. Remedy: pass e.g. "
+            "1.0."
+        ) from error
     if not bool((torch.isfinite(given) & (given > 0)).all()):
         raise ValueError(
             f"Expected a positive, finite prior precision, got {value}. Remedy: pass e.g. 1.0."

@@ -16,7 +16,7 @@ import torch
 from laplace.baselaplace import KronLaplace
 from laplace.lllaplace import LLLaplace
 from laplace.utils import Kron
-from laplace.utils.enums import TuningMethod
+from laplace.utils.enums import Likelihood, TuningMethod
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
@@ -457,11 +457,12 @@ class DebiasedPosterior(PrivateProtocol):
             n_samples: Number of samples for ``"mc"`` and for ``pred_type="nn"``.
             diagonal_output: Whether to drop covariances between outputs.
             generator: Source of every random number drawn in this call.
-            fitting: laplace-torch's switch for reward modelling, without effect here.
+            fitting: For ``likelihood="reward_modeling"``: whether ``x`` holds pairs, as in the fit,
+                whose preferences are predicted, instead of single inputs and their rewards.
             **model_kwargs: For the network's forward pass with ``pred_type="nn"``.
 
         Returns:
-            Class probabilities ``[n, C]``, or for regression mean and (co)variance.
+            Class probabilities ``[n, C]``, or for regression and rewards mean and (co)variance.
 
         Raises:
             AttributeError: Before ``fit``.
@@ -469,7 +470,7 @@ class DebiasedPosterior(PrivateProtocol):
         """
         self.check_fitted()
         options = (n_samples, diagonal_output, generator)
-        if likelihood_name(self.likelihood) == "classification":
+        if not self._predicts_values(fitting):
             return self.log_probabilities(x, pred_type, link_approx, *options, **model_kwargs).exp()
         pred_type, link_approx = self._checked_options(pred_type, link_approx, generator)
         if pred_type == "nn":
@@ -477,8 +478,13 @@ class DebiasedPosterior(PrivateProtocol):
             return samples.mean(0), samples.var(0)
         if joint:
             return self.output_moments(x, joint=True)
-        mean, variance = self._glm_prediction(x, link_approx, *options)
+        mean, variance = self._glm_prediction(x, link_approx, *options, values=True)
         return mean, variance
+
+    def _predicts_values(self, fitting: bool = False) -> bool:
+        """Whether outputs are the predictions: for a regression, and for rewards."""
+        rewards = self.likelihood == Likelihood.REWARD_MODELING and not fitting
+        return rewards or likelihood_name(self.likelihood) == "regression"
 
     def log_probabilities(
         self,
@@ -521,7 +527,8 @@ class DebiasedPosterior(PrivateProtocol):
         if pred_type == "nn":
             samples = self.network_samples(x, n_samples, generator, **model_kwargs)
             return mean_log_probabilities(samples)
-        return self._glm_prediction(x, link_approx, n_samples, diagonal_output, generator)[0]
+        options = (n_samples, diagonal_output, generator)
+        return self._glm_prediction(x, link_approx, *options, values=False)[0]
 
     def _checked_options(
         self, pred_type: str, link_approx: str, generator: torch.Generator | None
@@ -556,12 +563,14 @@ class DebiasedPosterior(PrivateProtocol):
         n_samples: int,
         diagonal_output: bool,
         generator: torch.Generator | None,
+        *,
+        values: bool,
     ) -> Prediction:
         """``(log-probabilities,)``, or means and (co)variances, of the linearised network."""
         (prediction,) = glm_predictions(
             self.predictor(),
             x,
-            regression=likelihood_name(self.likelihood) == "regression",
+            regression=values,
             link_approx=link_approx,
             n_samples=n_samples,
             method=self.predictive_method,
@@ -642,7 +651,7 @@ class DebiasedPosterior(PrivateProtocol):
     ) -> Tensor:
         """The same as class probabilities, or for regression as they are."""
         fs = self.network_samples(X, n_samples, generator, **model_kwargs)
-        return fs if likelihood_name(self.likelihood) == "regression" else torch.softmax(fs, dim=-1)
+        return fs if self._predicts_values() else torch.softmax(fs, dim=-1)
 
     def optimize_prior_precision(
         self,
