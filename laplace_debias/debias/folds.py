@@ -26,7 +26,8 @@ the error, can only shrink.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from scipy.optimize import isotonic_regression
@@ -108,13 +109,39 @@ def crossfit_spectrum(
     folds = [M.double() for M in means]
     total = float(sum(sizes))
     scaled = [size * M for size, M in zip(sizes, folds, strict=True)]
-    summed = sum(scaled[1:], scaled[0])
-    pooled, Q = eigh_float64(summed, name)
+    pooled, Q = eigh_float64(sum(scaled[1:], scaled[0]), name)
     lam = torch.zeros(len(Q), dtype=torch.float64, device=Q.device)
-    for size, held_out in zip(sizes, folds, strict=True):
-        mu, Q_others = fold_directions(summed - size * held_out, means[0].dtype, name)
+    for size, held_out, others in zip(sizes, folds, sums_of_others(scaled), strict=True):
+        mu, Q_others = fold_directions(others, means[0].dtype, name)
         lam += size / total * curvatures_along(held_out, Q_others, mu, null_tol=tol)
     return Q, pooled.clamp(min=0) / total, isotonic(lam) if monotone else lam
+
+
+def sums_of_others(terms: Sequence[Tensor]) -> Iterator[Tensor]:
+    """For each of several matrices, the sum of all others.
+
+    Added up from before and from behind. Subtracting each from the total would leave its rounding
+    errors behind, and these pass for curvature in the null space of the others as soon as the one
+    taken away is several times larger.
+
+    Args:
+        terms: K matrices of one shape, K at least 2.
+
+    Yields:
+        K sums of K - 1 matrices.
+
+    Example:
+        >>> [int(total) for total in sums_of_others([torch.tensor(v) for v in (1, 10, 100)])]
+        [110, 101, 11]
+    """
+    after = list(accumulate(reversed(terms)))[-2::-1]  # after[k] = terms[k + 1] + ... + terms[-1]
+    before: Tensor | None = None
+    for k, term in enumerate(terms):
+        if before is None:
+            yield after[0]
+        else:
+            yield before + after[k] if k < len(after) else before
+        before = term if before is None else before + term
 
 
 def fold_directions(M: Tensor, dtype: torch.dtype, name: str = "factor") -> tuple[Tensor, Tensor]:
