@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.data.inputs import Batch, Inputs, size_of
+from laplace_debias.data.inputs import Batch, Inputs, map_tensors, size_of
 
 __all__ = ["MissingKeyError", "as_batches", "check_targets", "read", "unpack"]
 
@@ -129,7 +129,7 @@ def unpack(
         )
     if isinstance(y, Tensor) and y.ndim > 0:
         whole = not (y.is_floating_point() or y.is_complex())
-        y = y.to(device, torch.long if whole else y.dtype)  # losses take no other integers
+        y = _ordinary(y.to(device, torch.long if whole else y.dtype))  # as losses want them
     elif not labelled:
         y = None
     elif y is None:
@@ -151,7 +151,16 @@ def unpack(
                 f"{value.numel()} entries in a mini-batch. Remedy: clean the data, or drop these "
                 "rows."
             )
-    return X.to(device) if isinstance(X, Tensor) else X, y
+    X = X.to(device) if isinstance(X, Tensor) else X
+    if any(isinstance(value, Tensor) and value.is_inference() for value in inputs):
+        X = map_tensors(X, _ordinary)
+    return X, y
+
+
+def _ordinary(value: Tensor) -> Tensor:
+    """A tensor that autograd takes: one of inference mode is copied."""
+    with torch.inference_mode(False):
+        return value.clone() if value.is_inference() else value
 
 
 def _parts(batch: Any, dict_key_y: str, labelled: bool) -> tuple[Any, Any]:
@@ -197,17 +206,17 @@ def check_targets(y: Tensor, output_shape: torch.Size, likelihood: str) -> None:
     Args:
         y: Targets of a mini-batch of m data: for a classification class indices ``[m, ...]``, or
             probabilities of the classes ``[m, ..., C]`` (soft labels).
-        output_shape: Shape of the model's output for one datum or more, ``[., ..., C]``.
+        output_shape: Shape of the model's output for these data, ``[m, ..., C]``.
         likelihood: ``"classification"`` or ``"regression"``.
 
     Raises:
         ValueError: If shape, dtype, class indices or probabilities are wrong.
 
     Example:
-        >>> check_targets(torch.tensor([0, 2]), torch.Size([1, 3]), "classification")
+        >>> check_targets(torch.tensor([0, 2]), torch.Size([2, 3]), "classification")
     """
     C = output_shape[-1]
-    if output_shape[0] not in (1, len(y)):
+    if output_shape[0] != len(y):
         raise ValueError(
             f"Expected {output_shape[0]} targets for as many data, got {len(y)}. Remedy: pass one "
             "target per datum."

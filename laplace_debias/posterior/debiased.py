@@ -50,7 +50,7 @@ from laplace_debias.network.upstream import (
 from laplace_debias.network.verify import verify_last_layer, verify_layers
 from laplace_debias.posterior.checks import check_prior_precision, debias_mode
 from laplace_debias.posterior.state import load_state, save_state
-from laplace_debias.predictive.links import mean_log_probabilities
+from laplace_debias.predictive.links import check_n_samples, mean_log_probabilities
 from laplace_debias.predictive.network_samples import network_samples
 from laplace_debias.predictive.predictions import Prediction, glm_predictions
 from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
@@ -419,7 +419,7 @@ class DebiasedPosterior(PrivateProtocol):
         scales = [self.prior_precision, torch.as_tensor(self.sigma_noise)]
         key = (
             [self.H, *scales, *params],
-            [t._version for t in scales],
+            [_version(t) for t in scales],
             [(p.device, p.dtype, p.shape) for p in params],
             (float(self.temperature), self.memory_budget, self.enable_backprop),
             (self.verify, self.data_keys),
@@ -634,6 +634,7 @@ class DebiasedPosterior(PrivateProtocol):
         Returns:
             Outputs ``[S, n, C]``; the model is never written to.
         """
+        check_n_samples(n_samples)
         X = X.to(device_of(self)) if isinstance(X, Tensor) else X
         samples = self.sample(n_samples, generator)
         with evaluation_mode(self.model):
@@ -783,6 +784,11 @@ class DebiasedPosterior(PrivateProtocol):
                 "call `la.fit(train_loader)` or `la.load_state_dict(...)` first."
             )
         return self._fitted
+
+
+def _version(t: Tensor) -> Any:
+    """What changes with a tensor's values; a tensor of inference mode does not count its changes."""
+    return t.tolist() if t.is_inference() else t._version
 
 
 def _same(one: tuple, two: tuple) -> bool:
