@@ -34,6 +34,7 @@ from laplace_debias.kfac.cost import FitCost
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
 from laplace_debias.kfac.upstream import BackendEngine, choose_backend, supported_types
+from laplace_debias.network.features import detached_features
 from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
 from laplace_debias.network.ownership import KFAC_TYPES, check_supported
 from laplace_debias.network.preserve import computing_model, evaluation_mode
@@ -48,7 +49,7 @@ from laplace_debias.network.upstream import (
     unchecked_prior,
 )
 from laplace_debias.network.verify import verify_last_layer, verify_layers
-from laplace_debias.posterior.checks import check_prior_precision, debias_mode
+from laplace_debias.posterior.checks import check_parameters, check_prior_precision, debias_mode
 from laplace_debias.posterior.state import load_state, save_state
 from laplace_debias.predictive.links import check_n_samples, mean_log_probabilities
 from laplace_debias.predictive.network_samples import network_samples
@@ -281,14 +282,9 @@ class DebiasedPosterior(PrivateProtocol):
                     self.kfac_approx,
                     self.sampler,
                     self.generator,
-                    embed=_features_of(model) if last else None,
+                    embed=partial(detached_features, model) if last else None,
                 )
-            if list(engine.names) != self.parameter_names:
-                raise ValueError(
-                    "Expected the parameters that required a gradient when this object was built, "
-                    f"{self.parameter_names}, got {list(engine.names)}. Remedy: freeze parameters "
-                    "before building it, and build a new one."
-                )
+            check_parameters(engine.names, self.parameter_names)
             yield engine, cast, partial(self._verify, engine, model)
 
     def _verify(self, engine: FactorEngine, model: nn.Module, X: Inputs) -> None:
@@ -787,7 +783,7 @@ class DebiasedPosterior(PrivateProtocol):
 
 
 def _version(t: Tensor) -> Any:
-    """What changes with a tensor's values; a tensor of inference mode does not count its changes."""
+    """What changes with a tensor's values; one of inference mode does not count its changes."""
     return t.tolist() if t.is_inference() else t._version
 
 
@@ -799,13 +795,3 @@ def _same(one: tuple, two: tuple) -> bool:
         and all(a is b for a, b in zip(objects, others, strict=True))
         and one[1:] == two[1:]
     )
-
-
-def _features_of(model: nn.Module) -> Callable[[Any], Tensor]:
-    """Inputs of the last layer, ``[n, d]``, as a function of the network's inputs."""
-
-    @torch.no_grad()
-    def features(X: Any) -> Tensor:
-        return model.forward_with_features(X)[1]
-
-    return features
