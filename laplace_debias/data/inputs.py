@@ -14,6 +14,7 @@ __all__ = [
     "Inputs",
     "Keys",
     "concatenate",
+    "datum_shapes",
     "map_tensors",
     "rows_of",
     "size_of",
@@ -110,6 +111,24 @@ def rows_of(x: MutableMapping[str, Any], key: Keys = "input_ids") -> list[str]:
     if not isinstance(key, str):
         return [name for name in tensors if name in key]
     return [name for name in tensors if len(x[name]) == n]
+
+
+def datum_shapes(x: Inputs) -> tuple[object, ...]:
+    """Shapes of a datum, by which inputs can be concatenated or not.
+
+    Args:
+        x: A tensor ``[n, ...]``, or a mapping of tensors.
+
+    Returns:
+        What is equal for inputs whose data have equal shapes.
+
+    Example:
+        >>> datum_shapes(torch.zeros(4, 2)) == datum_shapes(torch.zeros(1, 2))
+        True
+    """
+    if isinstance(x, Tensor):
+        return (x.shape[1:],)
+    return tuple((k, v.shape[1:]) for k, v in x.items() if isinstance(v, Tensor) and v.ndim)
 
 
 def concatenate(parts: Sequence[Inputs], key: Keys = "input_ids") -> Inputs:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.data.inputs import Batch, Inputs, size_of
+from laplace_debias.data.inputs import Batch, Inputs, map_tensors, size_of
 
-__all__ = ["MissingKeyError", "as_batches", "check_targets", "read", "unpack"]
+__all__ = ["MissingKeyError", "as_batches", "read", "unpack"]
 
 
 class MissingKeyError(KeyError, ValueError):
@@ -129,7 +129,7 @@ def unpack(
         )
     if isinstance(y, Tensor) and y.ndim > 0:
         whole = not (y.is_floating_point() or y.is_complex())
-        y = y.to(device, torch.long if whole else y.dtype)  # losses take no other integers
+        y = _ordinary(y.to(device, torch.long if whole else y.dtype))  # as losses want them
     elif not labelled:
         y = None
     elif y is None:
@@ -151,7 +151,16 @@ def unpack(
                 f"{value.numel()} entries in a mini-batch. Remedy: clean the data, or drop these "
                 "rows."
             )
-    return X.to(device) if isinstance(X, Tensor) else X, y
+    X = X.to(device) if isinstance(X, Tensor) else X
+    if any(isinstance(value, Tensor) and value.is_inference() for value in inputs):
+        X = map_tensors(X, _ordinary)
+    return X, y
+
+
+def _ordinary(value: Tensor) -> Tensor:
+    """A tensor that autograd takes: one of inference mode is copied."""
+    with torch.inference_mode(False):
+        return value.clone() if value.is_inference() else value
 
 
 def _parts(batch: Any, dict_key_y: str, labelled: bool) -> tuple[Any, Any]:
@@ -189,77 +198,6 @@ def _described(value: Any) -> str:
         kinds = ", ".join(type(part).__name__ for part in value[:3])
         return f"a {type(value).__name__} of {len(value)} ({kinds}{', ...' * (len(value) > 3)})"
     return type(value).__name__
-
-
-def check_targets(y: Tensor, output_shape: torch.Size, likelihood: str) -> None:
-    """Raise unless the targets fit the model's outputs.
-
-    Args:
-        y: Targets of a mini-batch of m data: for a classification class indices ``[m, ...]``, or
-            probabilities of the classes ``[m, ..., C]`` (soft labels).
-        output_shape: Shape of the model's output for one datum or more, ``[., ..., C]``.
-        likelihood: ``"classification"`` or ``"regression"``.
-
-    Raises:
-        ValueError: If shape, dtype, class indices or probabilities are wrong.
-
-    Example:
-        >>> check_targets(torch.tensor([0, 2]), torch.Size([1, 3]), "classification")
-    """
-    C = output_shape[-1]
-    if output_shape[0] not in (1, len(y)):
-        raise ValueError(
-            f"Expected {output_shape[0]} targets for as many data, got {len(y)}. Remedy: pass one "
-            "target per datum."
-        )
-    if likelihood == "regression":
-        if y.shape[1:] != output_shape[1:]:
-            raise ValueError(
-                f"Expected regression targets of shape {['m', *output_shape[1:]]}, as the model's "
-                f"outputs, got {list(y.shape)}. Remedy: reshape the targets, e.g. "
-                "`y.unsqueeze(-1)` for a single output."
-            )
-        if not torch.isfinite(y).all():
-            raise ValueError(
-                "Expected finite regression targets, got NaN or Inf. Remedy: drop these rows."
-            )
-        return
-    if C == 1:
-        raise ValueError(
-            "Expected a model with at least two outputs for a classification, whose softmax of a "
-            "single logit is one whatever the data, got one output. Remedy: for a binary "
-            "classifier with the logit f let the model return `torch.cat([torch.zeros_like(f), f], "
-            "-1)`, and pass its labels as `y.squeeze(-1).long()`."
-        )
-    if y.is_floating_point() and y.shape[1:] == output_shape[1:]:
-        _check_probabilities(y)
-        return
-    if y.is_floating_point() or y.is_complex() or y.shape[1:] != output_shape[1:-1]:
-        raise ValueError(
-            f"Expected class indices of an integer dtype and shape {['m', *output_shape[1:-1]]}, "
-            f"or class probabilities of a floating-point dtype and shape "
-            f"{['m', *output_shape[1:]]}, got {y.dtype} of shape {list(y.shape)}. Remedy: for "
-            "one-hot integers pass `y.argmax(-1)`, for indices as floats `y.long()`."
-        )
-    low, high = int(y.min()), int(y.max())
-    if low < 0 or high >= C:
-        raise ValueError(
-            f"Expected class indices in [0, {C - 1}] for a model with {C} outputs, got values in "
-            f"[{low}, {high}]. Remedy: re-index the classes from 0, or widen the last layer."
-        )
-
-
-def _check_probabilities(y: Tensor) -> None:
-    """Raise unless soft labels are probabilities: the Hessian is the softmax's only then."""
-    off = float((y.double().sum(-1) - 1).abs().max())
-    low = float(y.min())
-    tolerance = max(1e-4, 8 * torch.finfo(y.dtype).eps)
-    if not (off <= tolerance and low >= 0):  # also for NaN
-        raise ValueError(
-            "Expected class probabilities, which are not negative and sum to one for every datum, "
-            f"got a smallest entry of {low:.4g} and a sum off by {off:.4g}. Remedy: "
-            "`y / y.sum(-1, keepdim=True)` for non-negative weights, `y.softmax(-1)` for scores."
-        )
 
 
 def as_batches(

@@ -13,7 +13,15 @@ from torch.utils.data import Dataset, SequentialSampler
 from laplace_debias.data.inputs import Batch, Inputs, Keys
 from laplace_debias.data.reading import read
 
-__all__ = ["CURVATURES", "DIRECTIONS", "TrainingData", "training_size", "warn_if_sequential"]
+__all__ = [
+    "CURVATURES",
+    "DIRECTIONS",
+    "TrainingData",
+    "draws_with_replacement",
+    "training_size",
+    "warn_if_replacing",
+    "warn_if_sequential",
+]
 
 DIRECTIONS = "directions"
 """Role of the data whose factors' eigenvectors are kept."""
@@ -92,6 +100,7 @@ class TrainingData:
             yield from ((CURVATURES, batch) for batch in second)
             return
         warn_if_sequential(self.loader)
+        warn_if_replacing(self.loader)
         batches = self.read()
         for count, role in enumerate((DIRECTIONS, CURVATURES)):
             batch = next(batches, None)
@@ -106,6 +115,9 @@ class TrainingData:
     def check_seen(self, counts: dict[str, int], *, disjoint: bool) -> None:
         """Raise if more data were seen than there are training data.
 
+        A loader that draws with replacement may see a datum several times, so nothing follows from
+        its number of data.
+
         Args:
             counts: Numbers of data by role.
             disjoint: Whether the roles are known to share no datum.
@@ -117,6 +129,8 @@ class TrainingData:
             >>> data = TrainingData([], None, 6, torch.device("cpu"))
             >>> data.check_seen({"directions": 6}, disjoint=True)
         """
+        if draws_with_replacement(self.loader) or draws_with_replacement(self.curvature_loader):
+            return
         seen = sum(counts.values()) if disjoint else max(counts.values())
         if seen > self.n_data:
             raise ValueError(
@@ -140,6 +154,40 @@ def warn_if_sequential(loader: Iterable[Any]) -> None:
             "The loader reads its data in order (SequentialSampler), and only its first "
             "mini-batches are used: on sorted data they do not represent the training set. Build "
             "it with `DataLoader(..., shuffle=True)`.",
+            stacklevel=5,
+        )
+
+
+def draws_with_replacement(loader: Any) -> bool:
+    """Whether a loader's sampler may draw a datum several times.
+
+    Args:
+        loader: A loader, or anything else.
+
+    Returns:
+        What its sampler says of itself; ``False`` without one.
+
+    Example:
+        >>> draws_with_replacement([])
+        False
+    """
+    return bool(getattr(getattr(loader, "sampler", None), "replacement", False))
+
+
+def warn_if_replacing(loader: Iterable[Any]) -> None:
+    """Warn about a loader whose mini-batches may share data, where they must not.
+
+    Args:
+        loader: A loader, or any iterable.
+
+    Example:
+        >>> warn_if_replacing([])
+    """
+    if draws_with_replacement(loader):
+        warnings.warn(
+            "The loader draws with replacement, so that data which choose the directions may "
+            "measure the curvatures as well: part of the bias stays. Build it with "
+            "`DataLoader(..., shuffle=True)`, or pass disjoint data as `curvature_loader`.",
             stacklevel=5,
         )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace_debias.data.inputs import Batch, concatenate, take
+from laplace_debias.data.inputs import Batch, concatenate, datum_shapes, take
 from laplace_debias.data.pool import MapStyle, is_map_style, segments
 from laplace_debias.data.roles import TrainingData, warn_if_sequential
 from laplace_debias.debias.few_rows import few_rows_from
@@ -222,9 +222,15 @@ class _Run:
         folds = []
         for fold, items in zip(reservoirs, kept, strict=True):
             draw = fold.draw()
-            parts = [items[slot] for slot in range(len(items))]
-            X, y = concatenate([X for X, _ in parts], key), torch.cat([y for _, y in parts])
-            folds.append(self.engine.factors(X, y, draw.weights, inputs=False))
+            alike: dict[object, list[int]] = {}  # mini-batches may be padded to different lengths
+            for slot in range(len(items)):
+                alike.setdefault(datum_shapes(items[slot][0]), []).append(slot)
+            parts = []
+            for rows in alike.values():
+                X = concatenate([items[slot][0] for slot in rows], key)
+                y = torch.cat([items[slot][1] for slot in rows])
+                parts.append(self.engine.factors(X, y, draw.weights[rows], inputs=False))
+            folds.append(reduce(add, parts))
         return self.from_pool(passed, folds, whole=True)
 
     def too_few(self, got: int, wanted: int) -> ValueError:

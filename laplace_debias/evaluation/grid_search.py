@@ -13,7 +13,8 @@ from laplace.baselaplace import KronLaplace
 from laplace.utils.enums import PredType
 from torch import Tensor
 
-from laplace_debias.data.reading import check_targets, read
+from laplace_debias.data.reading import read
+from laplace_debias.data.targets import check_targets
 from laplace_debias.evaluation.predictors import Predict, laplace_predictor
 from laplace_debias.evaluation.sweep import Update, run_sweep
 from laplace_debias.evaluation.sweep_result import SweepResult

@@ -97,11 +97,13 @@ def laplace_predictor(
         options["generator"] = generator
     regression = likelihood_name(la.likelihood) == "regression"
     options["link_approx"] = "mc" if pred_type == "nn" else link_approx
+    # preferences between pairs, not rewards of single inputs
+    preferences: dict[str, Any] = {"fitting": True} if la.likelihood == "reward_modeling" else {}
 
     def predict(X: Inputs) -> Prediction:
         if isinstance(la, LogProbabilities) and not regression:
             return (la.log_probabilities(X, **options),)
-        output: Any = la(X, **options)
+        output: Any = la(X, **options, **preferences)
         if regression:
             mean, variance = output
             return mean, variance

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.aggregation import CatMetric
 
-from laplace_debias.data.reading import check_targets
+from laplace_debias.data.targets import check_targets
 from laplace_debias.evaluation.metrics import ECE, MeanOverData, entropy_auroc, predictive_entropy
 from laplace_debias.evaluation.regression import with_noise
 from laplace_debias.evaluation.reports import (

@@ -9,7 +9,8 @@ import torch
 from laplace.baselaplace import KronLaplace
 from torch import Tensor
 
-from laplace_debias.data.reading import check_targets, read
+from laplace_debias.data.reading import read
+from laplace_debias.data.targets import check_targets
 from laplace_debias.evaluation.sweep_result import SweepResult
 from laplace_debias.evaluation.table import Metrics, fresh_metrics
 from laplace_debias.network.loss import likelihood_name

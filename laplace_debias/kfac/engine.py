@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
-from laplace_debias.data.reading import check_targets
+from laplace_debias.data.targets import check_targets
 from laplace_debias.kfac.cost import FitCost
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox, OutputGram

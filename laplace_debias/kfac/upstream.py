@@ -19,7 +19,7 @@ from laplace.curvature.asdl import AsdlInterface
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
-from laplace_debias.data.reading import check_targets
+from laplace_debias.data.targets import check_targets
 from laplace_debias.kfac.backend import HookGGN, HookInterface
 from laplace_debias.kfac.cost import FitCost
 from laplace_debias.kfac.factors import Block, Factors

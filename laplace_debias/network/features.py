@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.network.recorder import Recorder
-from laplace_debias.network.upstream import last_layer_name, last_layer_of
+from laplace_debias.network.upstream import feature_extractor, last_layer_name, last_layer_of
 
-__all__ = ["LastLayerNetwork", "outputs_and_features"]
+__all__ = ["LastLayerNetwork", "detached_features", "outputs_and_features"]
 
 
 class LastLayerNetwork(FeatureExtractor):
@@ -127,3 +128,22 @@ def outputs_and_features(
     if extractor.feature_reduction == "average":
         return outputs, positions.mean(1)
     return outputs, positions[:, 0 if extractor.feature_reduction == "pick_first" else -1]
+
+
+@torch.no_grad()
+def detached_features(model: nn.Module, x: Inputs) -> Tensor:
+    """Inputs of the last layer, without a graph.
+
+    Args:
+        model: A feature extractor, ours or laplace-torch's.
+        x: Inputs of n data.
+
+    Returns:
+        Features ``[n, d]``.
+
+    Example:
+        >>> net = nn.Sequential(nn.Tanh(), nn.Linear(3, 2))
+        >>> detached_features(FeatureExtractor(net, "1"), torch.zeros(1, 3))
+        tensor([[0., 0., 0.]])
+    """
+    return outputs_and_features(feature_extractor(model), x)[1]

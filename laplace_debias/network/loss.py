@@ -1,7 +1,7 @@
 """The loss as a function of the network's outputs: its sum, its Hessian, and roots of the Hessian.
 
-Classification is the softmax cross-entropy, with the Hessian ``diag(p) - p p^T`` per datum, also
-for soft labels that sum to one. Regression is half the squared error, with the Hessian ``I``.
+Classification is the softmax cross-entropy, with the Hessian ``diag(p) - p p^T`` per datum (also
+for soft labels); regression is half the squared error, with the Hessian ``I``.
 """
 
 from __future__ import annotations
@@ -41,12 +41,10 @@ def likelihood_name(likelihood: Any) -> Likelihood:
     """The likelihood of the training data, from a string or laplace-torch's enum.
 
     Args:
-        likelihood: ``"classification"``, ``"regression"``, ``"reward_modeling"``, or an enum
-            member of that value.
+        likelihood: ``"classification"``, ``"regression"``, ``"reward_modeling"``, or its enum.
 
     Returns:
-        The name. A reward model is fitted to pairs of inputs of which one is preferred: a
-        classification with one logit for each of the two.
+        The name. A reward model learns which of two inputs is preferred: a classification.
 
     Raises:
         ValueError: For any other likelihood.
@@ -233,8 +231,7 @@ def backward_vectors(
     elif y is None:
         raise ValueError("Expected targets for the empirical Fisher, got None. Remedy: pass `y`.")
     elif likelihood == "classification":
-        soft = y.is_floating_point()
-        target = y.to(wide) if soft else F.one_hot(y.long(), f.shape[1])  # [n, C]
+        target = y.to(wide) if y.is_floating_point() else F.one_hot(y.long(), f.shape[1])
         root = (wide.softmax(-1) - target)[:, :, None]
     else:
         root = (2**0.5 * (wide - y))[:, :, None]  # laplace-torch: half of (2 r) (2 r)^T

@@ -59,7 +59,7 @@ class LayerCall:
     def is_output(self, f: Tensor) -> bool:
         """Whether the network's output ``f`` is this very output, unchanged."""
         tensor, version = self.output
-        return tensor() is f and f._version == version
+        return tensor() is f and _version(f) == version
 
     def positions(self, n: int) -> int:
         """Number of positions per datum, of n data."""
@@ -192,12 +192,17 @@ class Recorder:
                     self._on_input(layer, geometry, a)
             if self._keep_inputs:
                 kept = a if self._keep_graph else a.detach()
-                version = kept._version
-        end = (ref(replaced), replaced._version)
+                version = _version(kept)
+        end = (ref(replaced), _version(replaced))
         self.calls[layer].append(
             LayerCall(layer, kept, replaced.shape, replaced.dtype, version, edge, end, geometry)
         )
         return replaced
+
+
+def _version(t: Tensor) -> int:
+    """How often a tensor was changed in place, which those of inference mode do not count."""
+    return 0 if t.is_inference() else t._version
 
 
 def check_outputs(f: Any) -> Tensor:
@@ -220,7 +225,8 @@ def check_outputs(f: Any) -> Tensor:
         got = tuple(f.shape) if isinstance(f, Tensor) else type(f).__name__
         raise ValueError(
             f"Expected a model output of shape [n, C], got {got}. Remedy: wrap the model so that "
-            "it returns one row of outputs per datum."
+            "it returns one row of outputs per datum, also for a single one: name the dimension of "
+            "a `.squeeze()`."
         )
     return f
 

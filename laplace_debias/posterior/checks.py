@@ -1,13 +1,15 @@
-"""What the posteriors' constructors and setters accept."""
+"""What the posteriors' constructors, setters and fits accept."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from laplace_debias.debias.options import CROSSFIT, SINGLE, TWO_BATCH
 
-__all__ = ["check_prior_precision", "debias_mode"]
+__all__ = ["check_parameters", "check_prior_precision", "debias_mode"]
 
 
 def check_prior_precision(value: float | Tensor) -> None:
@@ -61,3 +63,24 @@ def debias_mode(debias: bool | str) -> str:
         "did not choose them), 'single' (one mini-batch for both, biased) or False "
         f"(laplace-torch's own class), got {debias!r}. Remedy: `Laplace(model, ..., debias=True)`."
     )
+
+
+def check_parameters(found: Sequence[str], expected: Sequence[str]) -> None:
+    """Raise unless a fit is about to cover the parameters that the posterior was built for.
+
+    Args:
+        found: Names of the parameters that require a gradient now.
+        expected: Names of those that did when the posterior was built.
+
+    Raises:
+        ValueError: If they differ.
+
+    Example:
+        >>> check_parameters(("weight",), ["weight"])
+    """
+    if list(found) != list(expected):
+        raise ValueError(
+            "Expected the parameters that required a gradient when this object was built, "
+            f"{list(expected)}, got {list(found)}. Remedy: freeze parameters before building it, "
+            "and build a new one."
+        )

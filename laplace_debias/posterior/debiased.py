@@ -34,6 +34,7 @@ from laplace_debias.kfac.cost import FitCost
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
 from laplace_debias.kfac.upstream import BackendEngine, choose_backend, supported_types
+from laplace_debias.network.features import detached_features
 from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
 from laplace_debias.network.ownership import KFAC_TYPES, check_supported
 from laplace_debias.network.preserve import computing_model, evaluation_mode
@@ -48,9 +49,9 @@ from laplace_debias.network.upstream import (
     unchecked_prior,
 )
 from laplace_debias.network.verify import verify_last_layer, verify_layers
-from laplace_debias.posterior.checks import check_prior_precision, debias_mode
+from laplace_debias.posterior.checks import check_parameters, check_prior_precision, debias_mode
 from laplace_debias.posterior.state import load_state, save_state
-from laplace_debias.predictive.links import mean_log_probabilities
+from laplace_debias.predictive.links import check_n_samples, mean_log_probabilities
 from laplace_debias.predictive.network_samples import network_samples
 from laplace_debias.predictive.predictions import Prediction, glm_predictions
 from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
@@ -281,14 +282,9 @@ class DebiasedPosterior(PrivateProtocol):
                     self.kfac_approx,
                     self.sampler,
                     self.generator,
-                    embed=_features_of(model) if last else None,
+                    embed=partial(detached_features, model) if last else None,
                 )
-            if list(engine.names) != self.parameter_names:
-                raise ValueError(
-                    "Expected the parameters that required a gradient when this object was built, "
-                    f"{self.parameter_names}, got {list(engine.names)}. Remedy: freeze parameters "
-                    "before building it, and build a new one."
-                )
+            check_parameters(engine.names, self.parameter_names)
             yield engine, cast, partial(self._verify, engine, model)
 
     def _verify(self, engine: FactorEngine, model: nn.Module, X: Inputs) -> None:
@@ -419,7 +415,7 @@ class DebiasedPosterior(PrivateProtocol):
         scales = [self.prior_precision, torch.as_tensor(self.sigma_noise)]
         key = (
             [self.H, *scales, *params],
-            [t._version for t in scales],
+            [_version(t) for t in scales],
             [(p.device, p.dtype, p.shape) for p in params],
             (float(self.temperature), self.memory_budget, self.enable_backprop),
             (self.verify, self.data_keys),
@@ -634,6 +630,7 @@ class DebiasedPosterior(PrivateProtocol):
         Returns:
             Outputs ``[S, n, C]``; the model is never written to.
         """
+        check_n_samples(n_samples)
         X = X.to(device_of(self)) if isinstance(X, Tensor) else X
         samples = self.sample(n_samples, generator)
         with evaluation_mode(self.model):
@@ -785,6 +782,11 @@ class DebiasedPosterior(PrivateProtocol):
         return self._fitted
 
 
+def _version(t: Tensor) -> Any:
+    """What changes with a tensor's values; one of inference mode does not count its changes."""
+    return t.tolist() if t.is_inference() else t._version
+
+
 def _same(one: tuple, two: tuple) -> bool:
     """Whether two keys of a kept predictor agree; tensors and posteriors by identity."""
     objects, others = one[0], two[0]
@@ -793,13 +795,3 @@ def _same(one: tuple, two: tuple) -> bool:
         and all(a is b for a, b in zip(objects, others, strict=True))
         and one[1:] == two[1:]
     )
-
-
-def _features_of(model: nn.Module) -> Callable[[Any], Tensor]:
-    """Inputs of the last layer, ``[n, d]``, as a function of the network's inputs."""
-
-    @torch.no_grad()
-    def features(X: Any) -> Tensor:
-        return model.forward_with_features(X)[1]
-
-    return features

@@ -103,7 +103,7 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
         """See :meth:`DebiasedPosterior.fit`; finds the last layer first, if it is not known."""
-        with left_as_it_was(self):
+        with torch.inference_mode(False), left_as_it_was(self):
             super().fit(*args, **kwargs)
 
     def _prepare(self, train_loader: Iterable[Any], override: bool) -> Iterable[Any]:

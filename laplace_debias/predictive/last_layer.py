@@ -45,7 +45,8 @@ def last_layer_moments(blocks: Sequence[EigenBlock], f: Tensor, phi: Tensor, mod
     if f.ndim != 2 or phi.ndim != 2:
         raise ValueError(
             f"Expected outputs [n, C] and features [n, d], got {tuple(f.shape)} and "
-            f"{tuple(phi.shape)}. Remedy: set `feature_reduction`, or return one row per datum."
+            f"{tuple(phi.shape)}. Remedy: set `feature_reduction`, or return one row per datum, "
+            "also for a single one: name the dimension of a `.squeeze()`."
         )
     parts = [_last_layer_block(block, phi, mode) for block in blocks]
     return sum(parts[1:], parts[0])

@@ -71,17 +71,54 @@ def class_log_probabilities(
         Log-probabilities ``[..., n, C]``, whose exponentials sum to one.
 
     Raises:
-        ValueError: For an unknown link.
+        ValueError: For an unknown link, or no samples where there must be some.
 
     Example:
         >>> class_log_probabilities(torch.zeros(1, 2), torch.eye(2).expand(3, 1, 2, 2))[0].exp()
         tensor([[0.5000, 0.5000]])
     """
     check_link(link_approx)
+    dtype = mean.dtype  # LAPACK knows no half precision, and squares of it overflow
+    mean, covariance = (
+        part.to(torch.promote_types(dtype, torch.float32)) for part in (mean, covariance)
+    )
+    return _wide_log_probabilities(
+        mean, covariance, link_approx, diagonal, n_samples, generator
+    ).to(dtype)
+
+
+def check_n_samples(n_samples: int) -> None:
+    """Raise unless a number of samples is a positive whole number.
+
+    Args:
+        n_samples: The number.
+
+    Raises:
+        ValueError: If it is not.
+
+    Example:
+        >>> check_n_samples(100)
+    """
+    if isinstance(n_samples, bool) or int(n_samples) != n_samples or n_samples < 1:
+        raise ValueError(
+            f"Expected n_samples of at least 1, got {n_samples}. Remedy: pass e.g. 100."
+        )
+
+
+def _wide_log_probabilities(
+    mean: Tensor,
+    covariance: Tensor,
+    link_approx: str,
+    diagonal: bool,
+    n_samples: int,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """See :func:`class_log_probabilities`; in at least single precision."""
     if link_approx == "probit":
         variance = covariance if diagonal else covariance.diagonal(dim1=-2, dim2=-1)
         return torch.log_softmax(mean / torch.sqrt(1 + math.pi / 8 * variance), dim=-1)
     if link_approx == "mc":
+        check_n_samples(n_samples)
         shape = (n_samples, *mean.shape)
         eps = torch.randn(shape, generator=generator, dtype=mean.dtype, device=mean.device)
         grid = covariance if covariance.ndim == mean.ndim + 2 - diagonal else covariance[None]

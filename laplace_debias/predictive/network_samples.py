@@ -43,6 +43,9 @@ def network_samples(
     Yields:
         One output ``[n, ..., C]`` per sample.
 
+    Raises:
+        ValueError: If outputs are not one row per datum.
+
     Example:
         >>> net = nn.Linear(2, 1, bias=False)
         >>> samples = torch.tensor([[1.0, 0.0], [0.0, 3.0]])
@@ -63,4 +66,10 @@ def network_samples(
         pairs = [(p, part.view(p.shape)) for p, part in zip(params, parts, strict=True)]
         with substituted(pairs):
             outputs: Tensor = root(given, **kwargs)
+        if outputs.ndim < 2 or (isinstance(given, Tensor) and len(outputs) != len(given)):
+            raise ValueError(
+                f"Expected one row of outputs per datum, got {list(outputs.shape)}. Remedy: a "
+                "model that ends in `.squeeze()` loses the data's dimension for a single datum; "
+                "name the dimension, as in `.squeeze(-1)`."
+            )
         yield outputs

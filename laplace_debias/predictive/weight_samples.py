@@ -27,6 +27,7 @@ from laplace_debias.network.recorder import Recorder
 from laplace_debias.network.substitution import substituted
 from laplace_debias.network.upstream import feature_extractor, is_last_layer, row_keys
 from laplace_debias.predictive.eigenblocks import EigenBlock
+from laplace_debias.predictive.links import check_n_samples
 
 _forward_mode_lock = threading.Lock()
 """PyTorch's forward mode keeps its level in a global variable: one thread at a time."""
@@ -103,10 +104,7 @@ class WeightSampler:
         Raises:
             ValueError: If ``n_samples`` is not positive.
         """
-        if n_samples < 1:
-            raise ValueError(
-                f"Expected n_samples of at least 1, got {n_samples}. Remedy: pass e.g. 100."
-            )
+        check_n_samples(n_samples)
         with torch.set_grad_enabled(self.keep_graph):
             if is_last_layer(self.la):
                 f, phi = outputs_and_features(feature_extractor(self.la.model), x)

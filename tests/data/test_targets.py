@@ -8,7 +8,8 @@ from laplace.curvature import AsdlGGN, BackPackGGN, CurvlinopsGGN
 from torch import nn
 
 from laplace_debias import Laplace, evaluate, sweep_prior_precision
-from laplace_debias.data.reading import MissingKeyError, check_targets
+from laplace_debias.data.reading import MissingKeyError
+from laplace_debias.data.targets import check_targets
 from laplace_debias.evaluation.metrics import ECE, NLL, Accuracy, Brier
 from laplace_debias.kfac import kfac_factors
 from tests import cases

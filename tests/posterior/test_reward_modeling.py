@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from laplace import KronLaplace
 from torch import Tensor, nn
 
 from laplace_debias import Laplace, evaluate
@@ -61,3 +62,14 @@ def test_rewards_and_preferences(pairs_first):
     report = evaluate(la, (pairs, y))
     expected = evaluate(same, (pairs, y))
     assert report.nll == pytest.approx(expected.nll, rel=1e-12)
+
+
+def test_laplace_torchs_own_reward_models_are_evaluated_on_pairs():
+    gen = torch.Generator().manual_seed(0)
+    pairs = torch.randn(10, 2, 3, generator=gen, dtype=torch.float64)
+    y = torch.randint(2, (10,), generator=gen)
+    net = cases.seeded(Reward).double()
+    theirs, ours = KronLaplace(net, "reward_modeling"), KronLaplace(net, "classification")
+    for la in (theirs, ours):
+        la.fit(cases.loader(pairs, y))
+    assert evaluate(theirs, (pairs, y)) == evaluate(ours, (pairs, y))

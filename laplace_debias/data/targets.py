@@ -1,0 +1,79 @@
+"""Which targets fit a network's outputs: class indices, class probabilities, or values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_targets"]
+
+
+def check_targets(y: Tensor, output_shape: torch.Size, likelihood: str) -> None:
+    """Raise unless the targets fit the model's outputs.
+
+    Args:
+        y: Targets of a mini-batch of m data: for a classification class indices ``[m, ...]``, or
+            probabilities of the classes ``[m, ..., C]`` (soft labels).
+        output_shape: Shape of the model's output for these data, ``[m, ..., C]``.
+        likelihood: ``"classification"`` or ``"regression"``.
+
+    Raises:
+        ValueError: If shape, dtype, class indices or probabilities are wrong.
+
+    Example:
+        >>> check_targets(torch.tensor([0, 2]), torch.Size([2, 3]), "classification")
+    """
+    C = output_shape[-1]
+    if output_shape[0] != len(y):
+        raise ValueError(
+            f"Expected {output_shape[0]} targets for as many data, got {len(y)}. Remedy: pass one "
+            "target per datum."
+        )
+    if likelihood == "regression":
+        if y.shape[1:] != output_shape[1:]:
+            raise ValueError(
+                f"Expected regression targets of shape {['m', *output_shape[1:]]}, as the model's "
+                f"outputs, got {list(y.shape)}. Remedy: reshape the targets, e.g. "
+                "`y.unsqueeze(-1)` for a single output."
+            )
+        if not torch.isfinite(y).all():
+            raise ValueError(
+                "Expected finite regression targets, got NaN or Inf. Remedy: drop these rows."
+            )
+        return
+    if C == 1:
+        raise ValueError(
+            "Expected a model with at least two outputs for a classification, whose softmax of a "
+            "single logit is one whatever the data, got one output. Remedy: for a binary "
+            "classifier with the logit f let the model return `torch.cat([torch.zeros_like(f), f], "
+            "-1)`, and pass its labels as `y.squeeze(-1).long()`."
+        )
+    if y.is_floating_point() and y.shape[1:] == output_shape[1:]:
+        _check_probabilities(y)
+        return
+    if y.is_floating_point() or y.is_complex() or y.shape[1:] != output_shape[1:-1]:
+        raise ValueError(
+            f"Expected class indices of an integer dtype and shape {['m', *output_shape[1:-1]]}, "
+            f"or class probabilities of a floating-point dtype and shape "
+            f"{['m', *output_shape[1:]]}, got {y.dtype} of shape {list(y.shape)}. Remedy: for "
+            "one-hot integers pass `y.argmax(-1)`, for indices as floats `y.long()`."
+        )
+    low, high = int(y.min()), int(y.max())
+    if low < 0 or high >= C:
+        raise ValueError(
+            f"Expected class indices in [0, {C - 1}] for a model with {C} outputs, got values in "
+            f"[{low}, {high}]. Remedy: re-index the classes from 0, or widen the last layer."
+        )
+
+
+def _check_probabilities(y: Tensor) -> None:
+    """Raise unless soft labels are probabilities: the Hessian is the softmax's only then."""
+    off = float((y.double().sum(-1) - 1).abs().max())
+    low = float(y.min())
+    tolerance = max(1e-4, 8 * torch.finfo(y.dtype).eps)
+    if not (off <= tolerance and low >= 0):  # also for NaN
+        raise ValueError(
+            "Expected class probabilities, which are not negative and sum to one for every datum, "
+            f"got a smallest entry of {low:.4g} and a sum off by {off:.4g}. Remedy: "
+            "`y / y.sum(-1, keepdim=True)` for non-negative weights, `y.softmax(-1)` for scores."
+        )
