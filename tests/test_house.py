@@ -19,10 +19,6 @@ LONGER = {
     "kfac/grams.py": 320,
     # THE engine: half of it is documentation of its attributes and arguments.
     "kfac/engine.py": 360,
-    # What is checked, how it is told, and the table of it.
-    "network/check.py": 340,
-    # Sources, gradients and contractions of one block, which share their shapes.
-    "predictive/layer_jacobians.py": 310,
     # Every flavour of curvature side by side.
     "network/loss.py": 320,
     # A figure each, with its styles.
