@@ -194,11 +194,9 @@ class InputGram:
 
     def add(self, layer: KFACLayer, a: Tensor) -> None:
         """Add a call: ``a [n, ..., d_in]`` of a linear layer or ``[n, C_in, *spatial]``."""
-        if not a.numel():  # no datum was routed here
-            return
-        if self.approx == "reduce":
+        if self.approx == "reduce" and a.numel():
             self._sums.append(_input_sum(layer, a))
-        else:
+        elif a.numel():  # some data were routed here
             self._means.append(input_mean(layer, a))
 
     @property

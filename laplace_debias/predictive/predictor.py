@@ -84,7 +84,6 @@ class StructuredPredictor:
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
         keep_graph: bool | None = None,
     ) -> None:
-        """Check the arguments and prepare the blocks of the posterior."""
         check_fitted(la)
         if not memory_budget > 0:
             raise ValueError(
@@ -216,7 +215,7 @@ class StructuredPredictor:
         """The closed form of a last layer, from its features."""
         if not self._verified:
             verify_last_layer(self.la.model, x, row_keys(self.la), self.la.dict_key_y)
-            self._verified = True
+        self._verified = True
         with torch.set_grad_enabled(self.keep_graph):
             f, phi = outputs_and_features(feature_extractor(self.la.model), x)
             return f, last_layer_moments(self.blocks, f, phi.to(self.deltas.dtype), mode)
@@ -247,7 +246,6 @@ class SharedPredictor:
     """
 
     def __init__(self, predictors: Sequence[StructuredPredictor]) -> None:
-        """Check that the passes can be shared."""
         if not predictors:
             raise ValueError("Expected at least one predictor, got none. Remedy: pass some.")
         self.predictors = tuple(predictors)
