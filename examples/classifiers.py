@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.cifar10.data import load_cifar
-from examples.networks import all_cnn_c, digits_cnn, resnet, strided_cnn
+from examples.networks import (
+    DigitsTransformer,
+    all_cnn_c,
+    digits_cnn,
+    digits_mlp,
+    resnet,
+    strided_cnn,
+)
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]  # inputs and labels for training, then for test
 
@@ -68,9 +75,16 @@ class Recipe:
     epochs: int
 
 
+def flat_digits_mlp() -> nn.Sequential:
+    """A multilayer perceptron for images, which it flattens."""
+    return nn.Sequential(nn.Flatten(), *digits_mlp(64))
+
+
 PROBLEMS = {
     "digits": Recipe(digits, digits_cnn, 1e-3, 64, 60),
     "digits-resnet": Recipe(digits, partial(resnet, 1, (8, 16, 32)), 3e-3, 64, 25),
+    "digits-mlp": Recipe(digits, flat_digits_mlp, 1e-3, 64, 40),
+    "digits-tokens": Recipe(digits, DigitsTransformer, 3e-3, 64, 40),
     "mnist": Recipe(mnist, strided_cnn, 1e-3, 128, 30),
     "cifar10": Recipe(cifar10, partial(strided_cnn, 3, 32), 1e-3, 128, 30),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 # (output channels, kernel size, stride, padding) of All-CNN-C's nine convolutions; the last one's
@@ -267,6 +268,44 @@ def digits_mlp(width: int = 256) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
     )
+
+
+class DigitsTransformer(nn.Module):
+    """One block of self-attention over the rows of an image, a block of two layers, and their mean.
+
+    Each of the 8 tokens is a row of pixels beside its position (one-hot), so that all parameters
+    belong to linear layers. Layer norms have none.
+
+    Args:
+        width: Of the tokens; the hidden layer of the second block has twice as many units.
+
+    Examples:
+        >>> import torch
+        >>> DigitsTransformer(16)(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(self, width: int = 32) -> None:
+        """See the class."""
+        super().__init__()
+        self.embed = nn.Linear(16, width)
+        self.queries, self.keys, self.values = (nn.Linear(width, width) for _ in range(3))
+        self.mix = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images ``[N, 1, 8, 8]`` to logits ``[N, 10]``."""
+        tokens = x.squeeze(1)
+        positions = torch.eye(8, dtype=x.dtype, device=x.device).expand_as(tokens)
+        h = self.embed(torch.cat([tokens, positions], dim=-1))  # [N, 8, width]
+        z = self.norm(h)
+        q, k, v = self.queries(z), self.keys(z), self.values(z)
+        shares = (q @ k.mT / k.shape[-1] ** 0.5).softmax(-1)
+        h = h + self.mix(shares @ v)
+        h = h + self.down(self.up(self.norm(h)).relu())
+        return self.head(self.norm(h).mean(1))
 
 
 # %% Parameters

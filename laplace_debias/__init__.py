@@ -8,7 +8,13 @@ from laplace_debias.comparison import (
     Work,
     compare,
 )
-from laplace_debias.debias import CrossfitOptions, CurvatureBias, LayerBias
+from laplace_debias.debias import (
+    CrossfitOptions,
+    CurvatureBias,
+    ExpectedBias,
+    FactorBias,
+    LayerBias,
+)
 from laplace_debias.evaluation import (
     CalibrationReport,
     ClassificationReport,
@@ -55,6 +61,8 @@ __all__ = [
     # diagnosis
     "CurvatureBias",
     "LayerBias",
+    "ExpectedBias",
+    "FactorBias",
 ]
 
 __version__ = "0.1.0"

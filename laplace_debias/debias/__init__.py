@@ -2,6 +2,12 @@
 
 from laplace_debias.debias.bias import CurvatureBias, LayerBias, curvature_bias
 from laplace_debias.debias.crossfit import fit_crossfit
+from laplace_debias.debias.expected_bias import (
+    ExpectedBias,
+    FactorBias,
+    expected_bias,
+    expected_overestimation,
+)
 from laplace_debias.debias.few_rows import crossfit_rows, few_rows_from
 from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.folds import crossfit_factor, isotonic, null_tolerance
@@ -19,6 +25,8 @@ __all__ = [
     "CrossfitOptions",
     "CurvatureBias",
     "DEFAULT_SHARE",
+    "ExpectedBias",
+    "FactorBias",
     "FitResult",
     "LayerBias",
     "WeightedDraw",
@@ -31,6 +39,8 @@ __all__ = [
     "draw_weighted",
     "eigh_float64",
     "even_parts",
+    "expected_bias",
+    "expected_overestimation",
     "few_rows_from",
     "fit_crossfit",
     "fit_factors",

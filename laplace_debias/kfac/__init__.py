@@ -4,6 +4,7 @@ from laplace_debias.kfac.backend import HookEF, HookGGN
 from laplace_debias.kfac.engine import Engine, FitCost, kfac_factors
 from laplace_debias.kfac.factors import Block, Factors, merge
 from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
+from laplace_debias.kfac.row_counts import RowCount
 from laplace_debias.kfac.upstream import BackendEngine
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "HookGGN",
     "KFACApprox",
     "KFAC_APPROXES",
+    "RowCount",
     "kfac_factors",
     "merge",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.kfac.engine import kfac_factors
+from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.loss import Fisher
 from laplace_debias.network.upstream import feature_extractor, kron_of, last_layer_of
 
@@ -40,7 +41,7 @@ class HookInterface(CurvatureInterface):
         model = self.model
         if self.last_layer:
             with torch.no_grad():
-                _, x = feature_extractor(model).forward_with_features(x)
+                _, x = outputs_and_features(feature_extractor(model), x)
             model = last_layer_of(model)
         factors = kfac_factors(
             model,

@@ -27,6 +27,7 @@ from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.reading import check_targets
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox, OutputGram
+from laplace_debias.kfac.row_counts import RowCounter, input_rows, output_rows
 from laplace_debias.network.loss import (
     Fisher,
     Sampler,
@@ -143,6 +144,7 @@ class Engine:
         inputs: bool = True,
         outputs: bool = True,
         rows_from: float = math.inf,
+        count_rows: bool = False,
     ) -> Factors:
         """Factors of one mini-batch; the network is left as found.
 
@@ -156,6 +158,8 @@ class Engine:
                 outputs are kept instead.
             rows_from: Keep the rows of linear layers of at least that many inputs, if they see one
                 row per datum; by default of none.
+            count_rows: Whether to count the rows behind every factor, which takes a Gram matrix
+                per datum: for mini-batches of few data.
 
         Returns:
             The factors, in at least single precision.
@@ -171,11 +175,17 @@ class Engine:
             for layer in p.layers:
                 listeners.setdefault(layer, []).append(grams[p.name])
         rows: dict[nn.Module, list[Tensor]] = {}
+        reduce = self.kfac_approx == "reduce"
+        count_B = [RowCounter(p.name) for p in self.owned if count_rows and outputs]
+        count_A = {p.name: RowCounter(p.name) for p in weights_only if count_rows and inputs}
 
         def on_input(layer: nn.Module, a: Tensor) -> None:
             for gram in listeners.get(layer, ()):
                 if isinstance(layer, KFACLayer):
                     gram.add(layer, a)
+                    if count_rows:
+                        new = input_rows(layer, a, self.kfac_approx)
+                        count_A[gram.name].add(new, to_last=reduce)
             if isinstance(layer, nn.Linear) and layer.in_features >= rows_from:
                 kept = a.to(torch.promote_types(a.dtype, torch.float32), copy=True)
                 rows.setdefault(layer, []).append(kept)
@@ -189,7 +199,7 @@ class Engine:
             self._check_called(recorder, outputs)
             if y is not None:
                 check_targets(y, f.shape, self.likelihood)
-            n_vectors, B = self._outputs(f, y, weights, recorder) if outputs else (0, {})
+            n_vectors, B = self._outputs(f, y, weights, recorder, count_B) if outputs else (0, {})
         self.cost.forward += n
         self.cost.backward += n * n_vectors
         return Factors(
@@ -215,10 +225,24 @@ class Engine:
                 and recorder.calls[p.layers[0]][0].is_output(f)
                 for p in self.owned
             ),
+            row_counts=tuple(
+                (
+                    count_B[i].result(n) if outputs else None,
+                    count_A[p.name].result(n) if p.name in count_A else None,
+                )
+                for i, p in enumerate(self.owned)
+            )
+            if count_rows
+            else (),
         )
 
     def _outputs(
-        self, f: Tensor, y: Tensor | None, weights: Tensor | None, recorder: Recorder
+        self,
+        f: Tensor,
+        y: Tensor | None,
+        weights: Tensor | None,
+        recorder: Recorder,
+        counters: list[RowCounter],
     ) -> tuple[int, dict[nn.Module, Tensor]]:
         """The number of backward vectors, and B of every layer."""
         V = backward_vectors(
@@ -244,6 +268,14 @@ class Engine:
                     found[call.module].append(g)
             for layer, gram in grams.items():
                 gram.add(found[layer], len(f))
+            for p, counter in zip(self.owned, counters, strict=False):  # none, or one each
+                parts = [
+                    output_rows(layer, g, self.kfac_approx)
+                    for layer in p.layers
+                    for g in found[layer]
+                ]
+                for new in parts if self.kfac_approx == "expand" else parts and [sum(parts)]:
+                    counter.add(new)
         return len(V), {layer: gram.result() for layer, gram in grams.items()}
 
     def _check_called(self, recorder: Recorder, outputs: bool) -> None:
@@ -280,6 +312,7 @@ def kfac_factors(
     inputs: bool = True,
     outputs: bool = True,
     rows_from: float = math.inf,
+    count_rows: bool = False,
 ) -> Factors:
     """K-FAC factors of one mini-batch: an :class:`Engine` for a single use.
 
@@ -297,6 +330,7 @@ def kfac_factors(
         inputs: See :meth:`Engine.factors`.
         outputs: See :meth:`Engine.factors`.
         rows_from: See :meth:`Engine.factors`.
+        count_rows: See :meth:`Engine.factors`.
 
     Returns:
         The factors.
@@ -310,7 +344,15 @@ def kfac_factors(
         tensor([[0.5000, 0.0000], [0.0000, 4.5000]])
     """
     engine = Engine(model, likelihood, fisher, kfac_approx, sampler, generator, params=params)
-    return engine.factors(X, y, weights, inputs=inputs, outputs=outputs, rows_from=rows_from)
+    return engine.factors(
+        X,
+        y,
+        weights,
+        inputs=inputs,
+        outputs=outputs,
+        rows_from=rows_from,
+        count_rows=count_rows,
+    )
 
 
 def _total(parts: list[Tensor]) -> Tensor:

@@ -27,11 +27,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import add
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from laplace_debias.kfac.row_counts import RowCount
+
 __all__ = ["Block", "Factors", "merge"]
+
+T = TypeVar("T")
 
 Block = list[Tensor]
 """``[B, A]`` or ``[B]``; the same layout holds eigenvectors and eigenvalues of the factors."""
@@ -55,6 +61,8 @@ class Factors:
         rows: The rows ``[n, d_in]`` behind each ``A``, where they were kept; or nothing at all.
         at_output: For each parameter, whether its layer's output is the network's output. Its ``B``
             is then a sum of loss Hessians, which takes no backward pass; or nothing at all.
+        row_counts: For each parameter the rows behind ``B`` and behind ``A`` (``None`` where there
+            is no such factor), if they were counted; or nothing at all.
     """
 
     names: tuple[str, ...]
@@ -69,6 +77,7 @@ class Factors:
     outputs: Tensor | None = None
     rows: tuple[Tensor | None, ...] = ()
     at_output: tuple[bool, ...] = ()
+    row_counts: tuple[tuple[RowCount | None, RowCount | None], ...] = ()
 
     @classmethod
     def from_blocks(
@@ -207,6 +216,10 @@ class Factors:
                 _both(one, two, _stacked) for one, two in zip(self.rows, other.rows, strict=False)
             ),
             tuple(a and b for a, b in zip(self.at_output, other.at_output, strict=False)),
+            tuple(
+                (_both(B, D, add), _both(A, C, add))
+                for (B, A), (D, C) in zip(self.row_counts, other.row_counts, strict=False)
+            ),
         )
 
     def _check_names(self, other: Factors) -> None:
@@ -218,10 +231,8 @@ class Factors:
             )
 
 
-def _both(
-    one: Tensor | None, two: Tensor | None, operation: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor | None:
-    """Combine two tensors, or nothing where one is missing."""
+def _both(one: T | None, two: T | None, operation: Callable[[T, T], T]) -> T | None:
+    """Combine two of a kind, or nothing where one is missing."""
     return None if one is None or two is None else operation(one, two)
 
 

@@ -40,6 +40,7 @@ __all__ = [
     "OutputGram",
     "add_gradient_gram_",
     "add_gram_",
+    "check_datum",
     "input_mean",
     "mirror_",
 ]
@@ -202,7 +203,7 @@ class InputGram:
         """A, ``[d_in, d_in]``, of the n data that passed."""
         if self.approx == "reduce":
             for total, _ in self._sums:
-                _check_datum(len(total), n, self.name)
+                check_datum(len(total), n, self.name)
             n_positions = sum(count for _, count in self._sums)
             rows = sum(total for total, _ in self._sums[1:]) + self._sums[0][0]
             out = rows.new_empty(rows.shape[1], rows.shape[1])
@@ -253,7 +254,7 @@ class OutputGram:
             return
         rows = []
         for g in gradients:
-            _check_datum(len(g), n, self.name)
+            check_datum(len(g), n, self.name)
             g = g.to(self._sum.dtype)
             linear = isinstance(self.layer, nn.Linear)
             g = g if linear else g.movedim(1, -1)  # [n, ..., d_out]
@@ -279,12 +280,25 @@ def _input_sum(layer: KFACLayer, x: Tensor) -> tuple[Tensor, int]:
     return total, prod(windows.shape[1 : 1 + d])
 
 
-def _check_datum(rows: int, n: int, name: str) -> None:
-    """Raise unless a layer's first dimension runs over the data."""
+def check_datum(rows: int, n: int, name: str) -> None:
+    """Raise unless a layer's first dimension runs over the data.
+
+    Args:
+        rows: Size of the first dimension.
+        n: Number of data.
+        name: What the layer is called in the error.
+
+    Raises:
+        ValueError: If the two differ.
+
+    Example:
+        >>> check_datum(8, 8, "weight")
+    """
     if rows != n:
         raise ValueError(
             f"Expected '{name}' to see its {n} data along the first dimension, because "
-            "kfac_approx='reduce' and 'backpack' sum the positions of each datum; got a first "
-            f"dimension of {rows} (data merged with positions, or positions first). Remedy: "
-            "kfac_approx='expand', or reshape inside the model."
+            "kfac_approx='reduce' and 'backpack' sum the positions of each datum, and effective "
+            f"rows count data; got a first dimension of {rows} (data merged with positions, or "
+            "positions first). Remedy: kfac_approx='expand' without counting rows, or reshape "
+            "inside the model."
         )

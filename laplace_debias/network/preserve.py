@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import widen
+from laplace_debias.network.features import LastLayerNetwork
+from laplace_debias.network.nested import Change, held
 from laplace_debias.network.upstream import feature_extractor, last_layer_name
 
-__all__ = ["computing_model", "differentiable", "evaluation_mode", "preserved"]
+__all__ = ["computing_model", "differentiable", "evaluation_mode", "parameters_kept", "preserved"]
 
 LEFTOVERS = {"fisher", "_backpack_extend"}
 """Attributes that ASDL and BackPACK leave on modules, and for which they refuse each other's."""
@@ -23,6 +25,8 @@ LEFTOVERS = {"fisher", "_backpack_extend"}
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Switch ``model`` to evaluation mode, and every module back to its own mode afterwards.
+
+    Blocks of several threads may overlap: the last one to end puts the modes back.
 
     Args:
         model: The network; its sub-modules may be in different modes.
@@ -38,13 +42,21 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         >>> net[1].training
         True
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with held(Change(("mode", id(m)), partial(_remembered_mode, m)) for m in model.modules()):
+        model.eval()
         yield
-    finally:
-        for module, training in modes:
-            module.training = training
+
+
+def _remembered_mode(module: nn.Module) -> Callable[[], None]:
+    """What puts a module's mode back."""
+    return partial(setattr, module, "training", module.training)
+
+
+def _required_gradient(p: Tensor) -> Callable[[], None]:
+    """Let a parameter require a gradient; return what undoes it."""
+    undo = partial(setattr, p, "requires_grad", p.requires_grad)
+    p.requires_grad_(True)
+    return undo
 
 
 @contextmanager
@@ -66,15 +78,42 @@ def differentiable(model: nn.Module, params: Iterable[Tensor]) -> Iterator[None]
         >>> net.weight.requires_grad
         False
     """
-    frozen = [p for p in params if not p.requires_grad]
+    with (
+        held(Change(("gradient", id(p)), partial(_required_gradient, p)) for p in params),
+        evaluation_mode(model),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        yield
+
+
+@contextmanager
+def parameters_kept(model: nn.Module) -> Iterator[None]:
+    """Put every module's own parameters back where something else stands in their place.
+
+    ``torch.func.functional_call`` leaves its tensors in a module that stands in the network under
+    two names.
+
+    Args:
+        model: The network.
+
+    Yields:
+        Nothing; parameters may be exchanged inside the ``with`` block.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> net, other = nn.Sequential(layer, layer), {"0.weight": torch.zeros(1, 1)}
+        >>> with parameters_kept(net):
+        ...     _ = torch.func.functional_call(net, other, (torch.ones(1, 1),))
+        >>> isinstance(layer.weight, nn.Parameter)
+        True
+    """
+    kept = [(module._parameters, dict(module._parameters)) for module in model.modules()]
     try:
-        for p in frozen:
-            p.requires_grad_(True)
-        with evaluation_mode(model), torch.inference_mode(False), torch.enable_grad():
-            yield
+        yield
     finally:
-        for p in frozen:
-            p.requires_grad_(False)
+        for own, content in kept:
+            own.update(content)
 
 
 @contextmanager
@@ -175,16 +214,13 @@ def computing_model(
 
 
 def _float32_copy(model: nn.Module, last_layer: bool) -> nn.Module:
-    """The model in float32; a feature extractor's hook must point to the copy, so it is rebuilt."""
+    """The model in float32; its last layer cannot be taken over by a mere cast."""
     if not last_layer:
         return copy.deepcopy(model).float()
-    extractor, name = feature_extractor(model), last_layer_name(model)
-    inner = copy.deepcopy(extractor.model).float()
-    if name is not None:
-        inner.get_submodule(name)._forward_hooks.clear()
-    return FeatureExtractor(
-        inner,
-        last_layer_name=name,
+    extractor = feature_extractor(model)
+    return LastLayerNetwork(
+        copy.deepcopy(extractor.model).float(),
+        last_layer_name=last_layer_name(model),
         enable_backprop=extractor.enable_backprop,
         feature_reduction=extractor.feature_reduction,
     )

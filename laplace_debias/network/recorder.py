@@ -4,10 +4,14 @@ An edge of the graph, not the output tensor, marks where a gradient is read: an 
 would move the tensor on. An output that is a view (a linear layer over tokens) is replaced by a
 copy of itself, because an in-place activation on a view rewrites the graph behind the edge, and
 every gradient there would be zero.
+
+Hooks sit on modules, which threads share. So a recorder listens to the thread that records, and
+to no other.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -113,9 +117,16 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Install the hooks, and remove them at the end."""
-        handles = [
-            layer.register_forward_hook(self._record, with_kwargs=True) for layer in self.calls
-        ]
+        recording = threading.get_ident()
+
+        def hook(layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Tensor | None:
+            # another thread may see a hook that is being removed, without its keyword arguments
+            if threading.get_ident() != recording:
+                return None
+            kwargs, output = rest
+            return self._record(layer, args, kwargs, output)
+
+        handles = [layer.register_forward_hook(hook, with_kwargs=True) for layer in self.calls]
         try:
             yield
         finally:

@@ -19,9 +19,11 @@ from laplace.utils.enums import TuningMethod
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
+from laplace_debias.data.reading import read
 from laplace_debias.data.roles import TrainingData, training_size
 from laplace_debias.debias.bias import CurvatureBias, curvature_bias
 from laplace_debias.debias.crossfit import fit_crossfit
+from laplace_debias.debias.expected_bias import ExpectedBias, expected_bias_of
 from laplace_debias.debias.options import CROSSFIT, SINGLE, TWO_BATCH, CrossfitOptions
 from laplace_debias.debias.spectrum import FitResult, rebuild
 from laplace_debias.debias.two_batch import FactorEngine, fit_single, fit_two_batch
@@ -312,6 +314,12 @@ class DebiasedPosterior(PrivateProtocol):
                     self.generator,
                     embed=_features_of(model) if last else None,
                 )
+            if list(engine.names) != self.parameter_names:
+                raise ValueError(
+                    "Expected the parameters that required a gradient when this object was built, "
+                    f"{self.parameter_names}, got {list(engine.names)}. Remedy: freeze parameters "
+                    "before building it, and build a new one."
+                )
             yield engine, cast
 
     @property
@@ -376,6 +384,35 @@ class DebiasedPosterior(PrivateProtocol):
                 "once, on the data that chose its direction. Remedy: fit with debias=True."
             )
         return curvature_bias(self.parameter_names, fitted.lam, fitted.lam_tilde, fraction)
+
+    def expected_bias(self, train_loader: Iterable[Any]) -> ExpectedBias:
+        """How far these data would over-estimate their top curvature, from these data alone.
+
+        Needs neither a fit nor a second mini-batch, see :mod:`laplace_debias.debias.expected_bias`.
+        It costs the passes of ``debias="single"`` on the same data.
+
+        Args:
+            train_loader: One mini-batch ``(X, y)``, or a loader of which all is read.
+
+        Returns:
+            Rows, dimension, effective rows and expected over-estimation of every factor; ``print``
+            shows a table.
+
+        Raises:
+            ValueError: With a backend of laplace-torch's, which does not tell its rows, or with
+                fewer than two data.
+        """
+        loader = self._prepare(train_loader, True)
+        with torch.inference_mode(False), self._engine() as (engine, cast):
+            if not isinstance(engine, Engine):
+                raise ValueError(
+                    "Expected the backend HookGGN or HookEF, which count the rows behind their "
+                    f"factors, got {backend_of(self)[0].__name__}. Remedy: leave `backend` out."
+                )
+            batches = read(loader, device_of(self), self.dict_key_y, name="train_loader")
+            return expected_bias_of(
+                engine, ((cast(X), cast(y)) for X, y in batches), self.dict_key_x
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The posterior as tensors, strings and numbers, for ``torch.load(weights_only=True)``."""

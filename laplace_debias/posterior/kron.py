@@ -13,7 +13,8 @@ from torch import Tensor
 
 from laplace_debias.data.pool import is_map_style
 from laplace_debias.data.reading import as_batches, unpack
-from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.features import LastLayerNetwork
+from laplace_debias.network.preserve import preserved
 from laplace_debias.network.upstream import (
     device_of,
     find_last_layer,
@@ -22,6 +23,7 @@ from laplace_debias.network.upstream import (
     unchecked_prior,
 )
 from laplace_debias.posterior.debiased import DebiasedPosterior
+from laplace_debias.posterior.state import left_as_it_was
 
 __all__ = ["DebiasedKronLLLaplace", "DebiasedKronLaplace"]
 
@@ -88,12 +90,21 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):
 
     _key = ("last_layer", "kron_debiased")
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model = LastLayerNetwork.taking_over(self.model)
+
     @property
     def prior_precision_diag(self) -> Tensor:
         """Prior precision of every parameter, ``[P]``, from a scalar or layer-wise one."""
         parameters = posterior_params(self)
         values = torch.as_tensor(self.prior_precision).expand(len(parameters))
         return torch.cat([v.expand(p.numel()) for v, p in zip(values, parameters, strict=True)])
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        """See :meth:`DebiasedPosterior.fit`; finds the last layer first, if it is not known."""
+        with left_as_it_was(self):
+            super().fit(*args, **kwargs)
 
     def _prepare(self, train_loader: Iterable[Any], override: bool) -> Iterable[Any]:
         """Find the last layer from a first datum or mini-batch, which is read but once."""
@@ -116,7 +127,8 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):
                 return []
             loader = itertools.chain([first], batches)
         unpack(first, device_of(self), self.dict_key_y)
-        with evaluation_mode(self.model):
+        with preserved(self.model):  # laplace-torch's hooks stay if the forward pass raises
+            self.model.eval()
             find_last_layer(self, first)
         self._last_layer_found()
         return loader

@@ -1,24 +1,43 @@
-"""Save and restore a fitted posterior as tensors, strings and numbers only."""
+"""Save and restore a fitted posterior as tensors, strings and numbers only.
+
+A state has the number of its format. A release that changes the layout raises ``FORMAT`` by one and
+adds to ``UPGRADES`` what brings a state of the format before to the new one.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector
 
 from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.network.upstream import device_of, last_layer_name, posterior_params
 
-__all__ = ["load_state", "save_state"]
+__all__ = ["left_as_it_was", "load_state", "save_state"]
 
-FORMAT = 1
+State = dict[str, Any]
 
 
-def save_state(la: Any, fitted: FitResult) -> dict[str, Any]:
+def _listed_parameters(state: State) -> State:
+    """Format 1 to 2: names and shapes of the parameters as a list instead of a mapping."""
+    return {**state, "parameters": [[name, shape] for name, shape in state["parameters"].items()]}
+
+
+UPGRADES: dict[int, Callable[[State], State]] = {1: _listed_parameters}
+"""What brings a state of each earlier format to the next one."""
+FORMAT = 2
+KEYS = (
+    "cls_name", "debias", "likelihood", "parameters", "last_layer_name", "eigenvectors",
+    "eigenvalues_biased", "eigenvalues", "curvatures", "mean", "loss", "prior_mean",
+    "prior_precision", "sigma_noise", "temperature", "enable_backprop", "n_data", "n_outputs",
+)  # fmt: skip
+
+
+def save_state(la: Any, fitted: FitResult) -> State:
     """Everything a posterior consists of, loadable with ``torch.load(weights_only=True)``.
 
     The decomposition itself is stored (laplace-torch stores the undecomposed factors, from which
@@ -45,7 +64,7 @@ def save_state(la: Any, fitted: FitResult) -> dict[str, Any]:
         "cls_name": type(la).__name__,
         "debias": la.debias,
         "likelihood": _plain(la.likelihood),
-        "parameters": _parameter_shapes(la),
+        "parameters": [[name, shape] for name, shape in _parameter_shapes(la).items()],
         "last_layer_name": last_layer_name(la.model),
         "eigenvectors": fitted.Q,
         "eigenvalues_biased": fitted.lam,
@@ -63,7 +82,7 @@ def save_state(la: Any, fitted: FitResult) -> dict[str, Any]:
     }
 
 
-def load_state(la: Any, state: dict[str, Any], take_over: Callable[[FitResult], None]) -> None:
+def load_state(la: Any, state: State, take_over: Callable[[FitResult], None]) -> None:
     """Put a saved posterior into ``la``; on an error ``la`` is left as it was.
 
     Args:
@@ -78,16 +97,12 @@ def load_state(la: Any, state: dict[str, Any], take_over: Callable[[FitResult], 
         >>> from torch import nn
         >>> from laplace_debias import Laplace
         >>> la = Laplace(nn.Linear(2, 3), "classification", "all", "kron", debias=True)
-        >>> load_state(la, {"format": 0}, print)
+        >>> load_state(la, {"format": 9}, print)
         Traceback (most recent call last):
         ...
-        ValueError: Expected a state of format 1, got 0. Remedy: save it again with this version.
+        ValueError: Expected a state of format 1 to 2, got 9. Remedy: update laplace_debias, ...
     """
-    if state.get("format") != FORMAT:
-        raise ValueError(
-            f"Expected a state of format {FORMAT}, got {state.get('format')}. Remedy: save it "
-            "again with this version."
-        )
+    state = _upgraded(state)
     expected = {
         "cls_name": type(la).__name__,
         "debias": la.debias,
@@ -99,9 +114,15 @@ def load_state(la: Any, state: dict[str, Any], take_over: Callable[[FitResult], 
                 f"Expected a state with {key}={value!r}, as this object, got {state[key]!r}. "
                 "Remedy: build the Laplace object with the arguments of the saved one."
             )
+    with left_as_it_was(la):
+        _restore(la, state, take_over)
+
+
+def _restore(la: Any, state: State, take_over: Callable[[FitResult], None]) -> None:
+    """Put a state of the newest format and the right kind into ``la``."""
     if state["last_layer_name"] is not None:
         la.restore_last_layer(state["last_layer_name"])
-    ours, saved = _parameter_shapes(la), state["parameters"]
+    ours, saved = _parameter_shapes(la), dict(state["parameters"])
     if ours != saved:
         differing = [n for n in {**saved, **ours} if ours.get(n) != saved.get(n)]
         raise ValueError(
@@ -135,13 +156,74 @@ def load_state(la: Any, state: dict[str, Any], take_over: Callable[[FitResult], 
     la.sigma_noise = state["sigma_noise"]
     la.temperature = state["temperature"]
     la.enable_backprop = state["enable_backprop"]
-    current = parameters_to_vector(posterior_params(la)).detach()
+    current = torch.cat([p.detach().reshape(-1) for p in posterior_params(la)])
     if not torch.equal(current, la.mean.to(current.dtype)):
         warnings.warn(
             "The model's weights differ from those at which this posterior was fitted; load the "
             "matching weights into the model, or predictions mix both.",
             stacklevel=3,
         )
+
+
+def _upgraded(state: State) -> State:
+    """A state of any known format in the newest one."""
+    found = state.get("format")
+    if found not in (*UPGRADES, FORMAT):
+        remedy = (
+            "update laplace_debias, the state is of a newer release"
+            if isinstance(found, int) and found > FORMAT
+            else "load what a debiased posterior's `state_dict()` returned; a state of "
+            "laplace-torch holds no debiased eigenvalues, so fit again"
+        )
+        raise ValueError(
+            f"Expected a state of format {min(UPGRADES)} to {FORMAT}, got {found}. "
+            f"Remedy: {remedy}."
+        )
+    for number in range(found, FORMAT):
+        state = UPGRADES[number](state)
+    missing = [key for key in KEYS if key not in state]
+    if missing:
+        raise ValueError(
+            f"Expected a state with {', '.join(KEYS)}, got one without {', '.join(missing)}. "
+            "Remedy: load the whole of what `state_dict()` returned."
+        )
+    return state
+
+
+@contextmanager
+def left_as_it_was(la: Any) -> Iterator[None]:
+    """Undo every change of ``la`` inside the block if it raises.
+
+    Args:
+        la: A debiased Laplace approximation, whose attributes are replaced, not written into.
+
+    Yields:
+        Nothing; ``la`` may be changed inside the ``with`` block.
+
+    Example:
+        >>> from torch import nn
+        >>> from laplace_debias import Laplace
+        >>> la = Laplace(nn.Linear(2, 3), "classification", "all", "kron", debias=True)
+        >>> try:
+        ...     with left_as_it_was(la):
+        ...         la.temperature = 3.0
+        ...         raise RuntimeError
+        ... except RuntimeError:
+        ...     la.temperature
+        1.0
+    """
+    before, last_layer = dict(vars(la)), last_layer_name(la.model)
+    size = {name: value for name, value in vars(la.model).items() if name == "output_size"}
+    try:
+        yield
+    except BaseException:
+        if last_layer is None and last_layer_name(la.model) is not None:
+            la.model.forget_last_layer()
+        vars(la.model).pop("output_size", None)
+        vars(la.model).update(size)
+        vars(la).clear()
+        vars(la).update(before)
+        raise
 
 
 def _parameter_shapes(la: Any) -> dict[str, list[int]]:

@@ -2,7 +2,7 @@
 
 laplace-torch writes each sample into the model's parameters, which leaves them aliasing the
 posterior mean, or a sample if the forward pass raises. Here the model is called with other
-parameters and never written to.
+parameters and never written to (:mod:`laplace_debias.network.substitution`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from laplace_debias.data.inputs import Inputs
+from laplace_debias.network.features import outputs_and_features
+from laplace_debias.network.substitution import substituted
 from laplace_debias.network.upstream import last_layer_of
 
 __all__ = ["network_samples"]
@@ -52,15 +53,14 @@ def network_samples(
     given: Inputs
     kwargs: dict[str, Any]
     if isinstance(model, FeatureExtractor):
-        features = model.forward_with_features(X, **model_kwargs)[1]
+        features = outputs_and_features(model, X, **model_kwargs)[1]
         root, given, kwargs = last_layer_of(model), features, {}
     else:
         root, given, kwargs = model, X, model_kwargs
-    shapes = [root.get_parameter(name).shape for name in names]
-    sizes = [shape.numel() for shape in shapes]
+    params = [root.get_parameter(name) for name in names]
     for sample in samples:
-        parts = torch.split(sample, sizes)
-        weights = {
-            name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)
-        }
-        yield functional_call(root, weights, (given,), kwargs)
+        parts = torch.split(sample, [p.numel() for p in params])
+        pairs = [(p, part.view(p.shape)) for p, part in zip(params, parts, strict=True)]
+        with substituted(pairs):
+            outputs: Tensor = root(given, **kwargs)
+        yield outputs

@@ -17,6 +17,7 @@ from laplace.baselaplace import KronLaplace
 from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs, size_of, take
+from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.preserve import differentiable
 from laplace_debias.network.upstream import (
     decomposed,
@@ -207,7 +208,7 @@ class StructuredPredictor:
     def _last_layer(self, x: Inputs, mode: str) -> tuple[Tensor, Tensor]:
         """The closed form of a last layer, from its features."""
         with torch.set_grad_enabled(self.keep_graph):
-            f, phi = feature_extractor(self.la.model).forward_with_features(x)
+            f, phi = outputs_and_features(feature_extractor(self.la.model), x)
             return f, last_layer_moments(self.blocks, f, phi.to(self.deltas.dtype), mode)
 
 

@@ -10,19 +10,26 @@ one: PyTorch's forward mode looks through ``no_grad``. Use ``detach`` to stop bo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from laplace.baselaplace import KronLaplace
 from torch import Tensor
-from torch.func import functional_call, jvp, vmap
+from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace_debias.data.inputs import Inputs, size_of, take
+from laplace_debias.network.features import outputs_and_features
+from laplace_debias.network.nested import Change, held
 from laplace_debias.network.recorder import Recorder
+from laplace_debias.network.substitution import substituted
 from laplace_debias.network.upstream import feature_extractor, is_last_layer
 from laplace_debias.predictive.eigenblocks import EigenBlock
+
+_forward_mode_lock = threading.Lock()
+"""PyTorch's forward mode keeps its level in a global variable: one thread at a time."""
 
 
 def posterior_step(eps: Tensor, block: EigenBlock, k: int) -> Tensor:
@@ -53,13 +60,18 @@ def posterior_step(eps: Tensor, block: EigenBlock, k: int) -> Tensor:
 @contextmanager
 def forward_mode() -> Iterator[None]:
     """Avoid the fused attention kernels, which have no forward-mode derivative."""
+    with held([Change("attention kernels", _plain_attention)]):
+        yield
+
+
+def _plain_attention() -> Callable[[], None]:
+    """Switch the fused attention kernels off; return what undoes it."""
+    switches = ExitStack()
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    switches.callback(torch.backends.mha.set_fastpath_enabled, fast)
+    switches.enter_context(sdpa_kernel(SDPBackend.MATH))
+    return switches.close
 
 
 class WeightSampler:
@@ -97,7 +109,7 @@ class WeightSampler:
             )
         with torch.set_grad_enabled(self.keep_graph):
             if is_last_layer(self.la):
-                f, phi = feature_extractor(self.la.model).forward_with_features(x)
+                f, phi = outputs_and_features(feature_extractor(self.la.model), x)
                 return f, self._last_layer(f, phi, n_samples, generator)
             with forward_mode():
                 return self._all_layers(x, n_samples, generator)
@@ -134,34 +146,37 @@ class WeightSampler:
     ) -> tuple[Tensor, Tensor]:
         """Vectorise forward-mode products over samples, in chunks of samples and of data."""
         la, key = self.la, self.la.dict_key_x
-        known = {id(p): name for name, p in la.model.named_parameters()}
-        names = [known[id(block.param)] for block in self.blocks]
-        theta = {name: b.param.detach() for name, b in zip(names, self.blocks, strict=True)}
+        params = [block.param for block in self.blocks]
+        theta = [p.detach() for p in params]
         n = size_of(x, key)
         per_datum = self._bytes_per_datum(take(x, slice(0, 1), key))
         rows = max(1, min(n, self.memory_budget // per_datum))
         size = self.memory_budget // (
-            rows * per_datum + 4 * sum(t.numel() * t.element_size() for t in theta.values())
+            rows * per_datum + 4 * sum(t.numel() * t.element_size() for t in theta)
         )
         size = max(1, min(n_samples, size))
         chunks = [take(x, slice(i, i + rows), key) for i in range(0, n, rows)]
         with torch.set_grad_enabled(self.keep_graph):
             f = torch.cat([la.model(chunk) for chunk in chunks])
 
-        def product(chunk: Inputs, step: dict[str, Tensor]) -> Tensor:
-            moved = jvp(lambda t: functional_call(la.model, t, (chunk,)), (theta,), (step,))
-            out: Tensor = moved[1]
+        def product(chunk: Inputs, step: list[Tensor]) -> Tensor:
+            def at(weights: list[Tensor]) -> Tensor:
+                with substituted(zip(params, weights, strict=True)):
+                    outputs: Tensor = la.model(chunk)
+                return outputs
+
+            out: Tensor = jvp(at, (theta,), (step,))[1]
             return out
 
         parts = []
         for start in range(0, n_samples, size):
             eps = self._draw(min(size, n_samples - start), generator)
             for k in range(len(self.blocks[0].delta)):
-                steps = {
-                    name: posterior_step(e, block, k)
-                    for name, e, block in zip(names, eps, self.blocks, strict=True)
-                }
-                moved = [vmap(lambda s, c=chunk: product(c, s))(steps) for chunk in chunks]
+                steps = [
+                    posterior_step(e, block, k) for e, block in zip(eps, self.blocks, strict=True)
+                ]
+                with _forward_mode_lock:
+                    moved = [vmap(lambda s, c=chunk: product(c, s))(steps) for chunk in chunks]
                 parts.append(f + torch.cat(moved, dim=1))
         return f, _sort(parts, len(self.blocks[0].delta))
 

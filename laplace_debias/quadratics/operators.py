@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from laplace_debias.data.chunks import Chunk
 from laplace_debias.data.inputs import Inputs, size_of
+from laplace_debias.network.preserve import parameters_kept
 
 __all__ = [
     "CURVATURES",
@@ -135,4 +136,8 @@ def jacobian_products(
         num_data=size_of(X),
         batch_size_fn=size_of,
     )
-    return torch.cat([J @ columns for columns in D.split(max_columns, dim=1)], dim=1)
+    products = []
+    for columns in D.split(max_columns, dim=1):
+        with parameters_kept(model):
+            products.append(J @ columns)
+    return torch.cat(products, dim=1)

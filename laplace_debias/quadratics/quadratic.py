@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.chunks import Chunk, Chunks
-from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.preserve import evaluation_mode, parameters_kept
 from laplace_debias.quadratics.directions import normalize_directions
 from laplace_debias.quadratics.ggn_gram import ggn_gram
 from laplace_debias.quadratics.operators import Curvature, curvature_operator
@@ -131,7 +131,7 @@ class Quadratic:
                 "Expected the parameters the quadratic was built around, but the model has changed "
                 "since. Build a new Quadratic, or copy the model before training on."
             )
-        with evaluation_mode(self._model), torch.enable_grad():
+        with evaluation_mode(self._model), parameters_kept(self._model), torch.enable_grad():
             yield
 
     def _evaluate_loss(self) -> tuple[Tensor, Tensor]:
@@ -167,11 +167,16 @@ class Quadratic:
         self._check_vectors(V)
         columns = V.detach().reshape(len(V), -1)
         with self._evaluating():
-            HV = torch.cat([self._operator @ v for v in columns.split(self._max_columns, 1)], 1)
+            HV = torch.cat([self._product(v) for v in columns.split(self._max_columns, 1)], 1)
         self.n_products += columns.shape[1]
         HV = HV.detach() + self._l2_diagonal[:, None] * columns
         _check_finite(HV)
         return HV.reshape(V.shape)
+
+    def _product(self, V: Tensor) -> Tensor:
+        """Multiply the curvature of the mean loss onto ``[P, K]``."""
+        with parameters_kept(self._model):
+            return self._operator @ V
 
     def gram(self, D: Tensor) -> Tensor:
         """Return ``D^T H D`` for vectors ``D`` of shape ``[P, K]``, shape ``[K, K]``.

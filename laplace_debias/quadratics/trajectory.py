@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from laplace_debias.data.chunks import Chunk, Chunks
 from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.substitution import substituted
 from laplace_debias.storage.export import tidy
 from laplace_debias.storage.results import SavedResult
 
@@ -98,7 +98,8 @@ def evaluate_trajectory(
             correct = x.new_zeros(())
             for X, y in chunks:
                 X, y = X.to(x.device) if isinstance(X, Tensor) else X, y.to(x.device)
-                outputs = functional_call(model, theta, (X,))
+                with substituted((p, theta[name]) for name, p in trainable.items()):
+                    outputs = model(X)
                 total = total + loss(outputs, y) * (len(y) / chunks.n_data)
                 classes = not y.is_floating_point()
                 correct += (outputs.argmax(1) == y).sum() if classes else float("nan")

@@ -64,6 +64,7 @@ def test_a_residual_block_without_its_branch_is_its_shortcut():
         (networks.digits_cnn(64, 8), (1, 8, 8), 18_346),
         (networks.digits_mlp(), (64,), 85_002),
         (networks.resnet(1, (8, 16, 32)), (1, 8, 8), 19_074),
+        (networks.DigitsTransformer(), (1, 8, 8), 9_290),
     ],
 )
 def test_small_networks(model, shape, size):

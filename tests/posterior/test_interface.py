@@ -262,3 +262,34 @@ print("untouched")
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout.strip() == "untouched", done.stderr
+
+
+@pytest.mark.parametrize("subset", SUBSETS)
+def test_expected_bias_needs_no_fit_and_changes_nothing(subset):
+    generator = torch.Generator().manual_seed(3)
+    la = Laplace(CNN.model(), CNN.likelihood, subset, "kron", debias="single", generator=generator)
+    before = generator.get_state()
+    bias = la.expected_bias(CNN.data(30, 1))
+    assert bias.n_data == 30 and la._fitted is None
+    assert torch.equal(generator.get_state(), before)  # the exact Fisher draws nothing
+    assert {f.name for f in bias.factors} == set(la.parameter_names)
+    la.fit(CNN.data(30, 1), n_data=100)
+    again = la.expected_bias(CNN.data(30, 1))
+    assert again == bias
+    few = la.expected_bias(tuple(part[:4] for part in CNN.data(30, 1)))
+    assert few.factors[0].overestimation > bias.factors[0].overestimation
+
+
+def test_expected_bias_follows_the_options_of_the_curvature():
+    data = CNN.data(30, 1)
+    rows = {
+        approx: Laplace(CNN.model(), "classification", "all", debias=True, kfac_approx=approx)
+        .expected_bias(data)
+        .factors[0]
+        .n_rows
+        for approx in ("expand", "reduce")
+    }
+    assert rows["expand"] > rows["reduce"]
+    la = Laplace(CNN.model(), "classification", "all", debias=True, backend=CurvlinopsGGN)
+    with pytest.raises(ValueError, match="(?s)HookGGN.*got CurvlinopsGGN.*Remedy"):
+        la.expected_bias(data)

@@ -1,0 +1,129 @@
+"""A network and the inputs of its last layer, with nothing kept between calls.
+
+laplace-torch's ``FeatureExtractor`` leaves a hook on the last layer that writes each call's
+features into the extractor. A copy of it reads the features of the original's batches, a second
+thread those of the first, and no file can hold it. Here a hook lives for one call, and is that
+call's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from laplace.utils import FeatureExtractor
+from torch import Tensor, nn
+
+from laplace_debias.data.inputs import Inputs
+from laplace_debias.network.recorder import Recorder
+from laplace_debias.network.upstream import last_layer_name, last_layer_of
+
+__all__ = ["LastLayerNetwork", "outputs_and_features"]
+
+
+class LastLayerNetwork(FeatureExtractor):
+    """laplace-torch's feature extractor, re-entrant.
+
+    Args:
+        model: The network; its last layer is an ``nn.Linear``.
+        last_layer_name: Its name, if known.
+        enable_backprop: Whether features stay attached to the graph.
+        feature_reduction: How features ``[n, ..., d]`` become ``[n, d]``: ``"pick_first"``,
+            ``"pick_last"`` or ``"average"`` over the positions in between.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Linear(3, 2))
+        >>> f, phi = LastLayerNetwork(net, "1").forward_with_features(torch.zeros(4, 3))
+        >>> f.shape, phi
+        (torch.Size([4, 2]), tensor([[0., 0., 0.], [0., 0., 0.], [0., 0., 0.], [0., 0., 0.]]))
+    """
+
+    @classmethod
+    def taking_over(cls, extractor: FeatureExtractor) -> LastLayerNetwork:
+        """The network of another extractor, without the hook that this one left on it.
+
+        Args:
+            extractor: One that nothing was done with yet.
+
+        Returns:
+            A network with the same options.
+        """
+        name = last_layer_name(extractor)
+        if name is not None:
+            last_layer_of(extractor)._forward_hooks.popitem()  # the last that was put there
+        return cls(extractor.model, name, extractor.enable_backprop, extractor.feature_reduction)
+
+    def set_last_layer(self, last_layer_name: str) -> None:
+        """Choose the last layer.
+
+        Args:
+            last_layer_name: Its name in the network.
+
+        Raises:
+            ValueError: If it is not an ``nn.Linear``.
+        """
+        layer = self.model.get_submodule(last_layer_name)
+        if not isinstance(layer, nn.Linear):
+            raise ValueError(
+                f"Expected a network whose last layer is an nn.Linear, got {type(layer).__name__} "
+                f"('{last_layer_name}'). Remedy: subset_of_weights='all', or pass the name of the "
+                "nn.Linear that the network ends with as `last_layer_name`."
+            )
+        hooks = layer._forward_hooks
+        before = set(hooks)
+        super().set_last_layer(last_layer_name)
+        for key in set(hooks) - before:
+            del hooks[key]
+
+    def forget_last_layer(self) -> None:
+        """Become a network whose last layer is not known yet."""
+        self.last_layer = None
+        del self._last_layer_name
+
+    def forward_with_features(self, x: Inputs, **model_kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See :func:`outputs_and_features`."""
+        return outputs_and_features(self, x, **model_kwargs)
+
+
+def outputs_and_features(
+    extractor: FeatureExtractor, x: Inputs, **model_kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Outputs of a network and the inputs of its last layer.
+
+    Args:
+        extractor: The network, ours or laplace-torch's.
+        x: Inputs of n data.
+        **model_kwargs: For the network's forward pass.
+
+    Returns:
+        Outputs ``[n, C]`` and features ``[n, d]``, or ``[n, ..., d]`` without a reduction.
+
+    Raises:
+        ValueError: If the forward pass does not call the last layer.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Linear(3, 2))
+        >>> outputs_and_features(FeatureExtractor(net, "1"), torch.zeros(1, 3))[1]
+        tensor([[0., 0., 0.]])
+    """
+    if extractor.last_layer is None:
+        extractor.find_last_layer(x)
+    layer = last_layer_of(extractor)
+    recorder = Recorder(
+        [layer], keep_inputs=True, keep_graph=bool(extractor.enable_backprop), edges=False
+    )
+    with recorder.recording():
+        outputs = extractor.model(x, **model_kwargs)
+    if not recorder.calls[layer]:
+        raise ValueError(
+            f"Expected the forward pass to call the last layer '{last_layer_name(extractor)}', got "
+            "no call. Remedy: pass the name of the layer that it ends with as `last_layer_name`."
+        )
+    features = recorder.calls[layer][-1].kept_input
+    if features.ndim <= 2 or extractor.feature_reduction is None:
+        return outputs, features
+    positions = features.flatten(1, -2)  # [n, T, d]
+    if extractor.feature_reduction == "average":
+        return outputs, positions.mean(1)
+    return outputs, positions[:, 0 if extractor.feature_reduction == "pick_first" else -1]
