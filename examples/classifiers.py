@@ -53,7 +53,10 @@ def mnist(folder: Path | None = None) -> Data:
 
 
 def cifar10(folder: Path | None = None) -> Data:
-    """CIFAR-10 from a folder that holds `cifar-10-batches-py`; the paper's 40,000 for training."""
+    """CIFAR-10 from a folder that holds ``cifar-10-batches-py``.
+
+    The paper's 40,000 for training.
+    """
     if folder is None:
         raise ValueError(
             "Expected --folder with CIFAR-10, got none. Remedy: --folder DATA, where DATA holds "
@@ -92,7 +95,7 @@ PROBLEMS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A trained network with its data; `chunk` data at a time fit into memory comfortably."""
+    """A trained network with its data; ``chunk`` data at a time fit into memory comfortably."""
 
     model: nn.Module
     x: Tensor
@@ -119,7 +122,7 @@ def trained_problem(
     """Train with Adam on shuffled data, or load All-CNN-C; freeze all but weights as in the paper.
 
     Args:
-        name: One of `PROBLEMS`.
+        name: One of ``PROBLEMS``.
         epochs: Number of epochs; the problem's own by default.
         folder: Where CIFAR-10 lies.
         train_size: Keep only the first so many training data; they are then the whole training set.

@@ -26,7 +26,7 @@ from laplace_debias.evaluation import (
     sweep_prior_precision,
 )
 from laplace_debias.kfac import HookEF, HookGGN
-from laplace_debias.network import freeze_unsupported
+from laplace_debias.network import LayerCheck, ModelCheck, check_model, freeze_unsupported
 from laplace_debias.posterior import DebiasedKronLaplace, DebiasedKronLLLaplace, Laplace
 from laplace_debias.predictive import LinearizedPredictive, linearized_predictive
 
@@ -39,6 +39,9 @@ __all__ = [
     "HookGGN",
     "HookEF",
     # the model
+    "check_model",
+    "ModelCheck",
+    "LayerCheck",
     "freeze_unsupported",
     # prediction and prior precision
     "linearized_predictive",

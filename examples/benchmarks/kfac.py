@@ -2,7 +2,7 @@
 
 Every row is one mini-batch of one network; times are the best of several repeats, taken in turns,
 and the last columns are ratios within the run. The table is printed, and written as JSON
-to `outputs/bench_kfac.json`.
+to ``outputs/bench_kfac.json``.
 
     python -m examples.benchmarks.kfac
     python -m examples.benchmarks.kfac --cases "CNN 28x28, 32" --repeats 1

@@ -1,6 +1,6 @@
 """CIFAR-10 and CIFAR-100 from their standard Python archives, split and normalised as in the paper.
 
-The folder given to `load_cifar` holds ``cifar-10-batches-py`` or ``cifar-100-python`` as the data
+The folder given to ``load_cifar`` holds ``cifar-10-batches-py`` or ``cifar-100-python`` as the data
 sets' own archives unpack. The 50,000 training images are split into the first 40,000 for training
 and the last 10,000 for validation; the 10,000 test images stay as they are.
 """

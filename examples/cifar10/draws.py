@@ -94,5 +94,5 @@ class NestedDraws:
 
     @property
     def fits(self) -> dict[str, Fit]:
-        """Both methods by name, for `CustomMethod`."""
+        """Both methods by name, for ``CustomMethod``."""
         return {"single": self.single, "two-batch": self.two_batch}

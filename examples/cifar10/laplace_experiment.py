@@ -4,9 +4,9 @@
     python -m examples.cifar10.laplace_experiment ... --reference-size 8000     # 'large-batch'
     python -m examples.cifar10.laplace_experiment --out OUT --redraw            # from OUT's cells
 
-A trained network (`train.py`) gets K-FAC Laplace approximations from single mini-batches of 64, 256
-and 1024 images, from two of half the size (two-batch), and from all 40,000 training images, at 14
-prior precisions and for five draws. Each is evaluated on test images, on training images and on
+A trained network (``train.py``) gets K-FAC Laplace approximations from single mini-batches of 64,
+256 and 1024 images, from two of half the size (two-batch), and from all 40,000 training images, at
+14 prior precisions and for five draws. Each is evaluated on test images, on training images and on
 corrupted test images of five severities. Weights are uncertain, biases are not; factors and their
 decomposition are in float64, predictions in float32.
 

@@ -28,7 +28,8 @@ class Curvature:
     """Which K-FAC: how positions are summed, and which vectors are propagated back.
 
     Attributes:
-        kfac_approx: ``"expand"``, ``"reduce"`` or ``"backpack"``, see `laplace_debias.kfac.grams`.
+        kfac_approx: ``"expand"``, ``"reduce"`` or ``"backpack"``, see
+            ``laplace_debias.kfac.grams``.
         fisher: ``"exact"``, or ``"mc"`` for one random vector per image.
         sampler: How the random vectors are drawn: ``"trace"``, or ``"label"`` as in BackPACK.
         seed: Decides the random vectors, together with the images themselves.

@@ -16,19 +16,20 @@ def analytical_shrinkage(lam: Tensor, n: int, tol: float = 1e-6) -> Tensor:
     r"""Nonlinear shrinkage of eigenvalues (Ledoit and Wolf 2020, Annals of Statistics 48, sec. 4).
 
     The spectral density f and its Hilbert transform H are estimated with an Epanechnikov kernel of
-    width `h_j = lam_j n^(-1/3)`; with the concentration `c = p / n` the shrunk eigenvalues are::
+    width ``h_j = lam_j n^(-1/3)``; with the concentration ``c = p / n`` the shrunk eigenvalues
+    are::
 
         p <= n:   lam / ((pi c lam f)^2 + (1 - c - pi c lam H)^2)
         p > n:    lam / (pi^2 lam^2 (f^2 + H^2)),  and  1 / (pi (p - n) / n H(0))  for the zeros
 
     Args:
-        lam: Eigenvalues `[d]` of a sample second moment, ascending.
+        lam: Eigenvalues ``[d]`` of a sample second moment, ascending.
         n: Number of observations.
-        tol: Up to `tol` times the largest, an eigenvalue counts as zero. Zeros beyond the d - n
+        tol: Up to ``tol`` times the largest, an eigenvalue counts as zero. Zeros beyond the d - n
             that few observations explain belong to coordinates that are always zero, and stay.
 
     Returns:
-        Ascending shrunk eigenvalues `[d]`.
+        Ascending shrunk eigenvalues ``[d]``.
     """
     lam = lam.double().clamp(min=0)
     x = lam[lam > tol * lam[-1]]

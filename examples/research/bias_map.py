@@ -6,13 +6,13 @@ with that of the whole training set::
 
     python -m examples.research.bias_map
 
-prints how well `laplace_debias.debias.expected_bias` foretells the over-estimation, and draws the
+prints how well ``laplace_debias.debias.expected_bias`` foretells the over-estimation, and draws the
 map. Curvatures are compared as shares of their factor's trace, because the trace itself is
 unbiased, but so noisy (of a well-trained network's data few carry curvature) that ten draws do not
 average it. BackPACK's factors are expand's A and reduce's B.
 
 The rule was chosen on the first two networks, as was the comparison by shares. The random-matrix
-formula `(1 + sum_j lam_j / (lam_1 - lam_j) / m)^2` (right for many equal, independent Gaussian
+formula ``(1 + sum_j lam_j / (lam_1 - lam_j) / m)^2`` (right for many equal, independent Gaussian
 rows, and shown for comparison) lost, because one datum of a mini-batch may carry most of its
 curvature, and looks like a true top direction to it. The other four networks were held out. Of
 their 585 factors the rule foretells 98 % within a factor 1.5 (mean over ten draws; 94 % for the top
@@ -142,7 +142,8 @@ def factor_cell(problem: Problem, approx: str, fisher: str, m: int, draws: int) 
 def shares(E: Tensor, others: Tensor) -> dict[str, float]:
     """Shares of the trace along the eigenvectors of E, on its own data and on others.
 
-    `top` is that of the first eigenvector, `all` the mean over all weighted by their eigenvalues.
+    ``top`` is that of the first eigenvector, ``all`` the mean over all weighted by their
+    eigenvalues.
     """
     lam, Q = eigh_float64(E)
     lam = lam.clamp(min=0) / lam.clamp(min=0).sum()
@@ -168,7 +169,7 @@ def random_matrix(E: Tensor, n_rows: float) -> float:
 
 # %% Posteriors
 def deviations(problem: Problem, fitted: Any, n_test: int) -> Tensor:
-    """Predictive standard deviations of the logits of test inputs, `[n, C]`."""
+    """Predictive standard deviations of the logits of test inputs, ``[n, C]``."""
     x = problem.test_loader.dataset.tensors[0][:n_test]
     return fitted.output_moments(x, diagonal_output=True)[1].sqrt()
 
@@ -284,7 +285,10 @@ def ratio(row: dict) -> float:
 
 
 def overestimation(row: dict, which: str) -> float:
-    """Ratio of mean shares: of the top direction (`top`), or of all by their curvature (`all`)."""
+    """Ratio of mean shares.
+
+    Of the top direction (``top``), or of all by their curvature (``all``).
+    """
     return mean(row, which) / mean(row, f"{which}, others")
 
 

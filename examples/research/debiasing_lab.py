@@ -1,7 +1,7 @@
 """Tools to compare ways of fitting a K-FAC Laplace approximation with that of all training data.
 
-A method gets a `Fitter`, a number M of data with backward passes and a generator, and returns a
-posterior's curvature. `run` fits every method, budget and draw, and measures the mean absolute
+A method gets a ``Fitter``, a number M of data with backward passes and a generator, and returns a
+posterior's curvature. ``run`` fits every method, budget and draw, and measures the mean absolute
 difference of test NLL and ECE to the full-batch posterior over the paper's 14 prior precisions.
 Finished cells are kept, so a run goes on where it was stopped.
 """
@@ -63,7 +63,7 @@ class Truth:
 
 @dataclass
 class Fitter:
-    """Computes and counts factors; `truth` is for the oracle alone."""
+    """Computes and counts factors; ``truth`` is for the oracle alone."""
 
     problem: Problem
     truth: Truth | None = None
@@ -169,7 +169,7 @@ def run(
     store: CellStore,
     measure: Callable[[Problem, Any], Curves] = curves,
 ) -> list[dict]:
-    """Fit and compare every method, budget and draw, or read what `store` already has."""
+    """Fit and compare every method, budget and draw, or read what ``store`` already has."""
     truth = Truth(problem)
     reference = store.get("reference", lambda: curves(problem, truth.posterior()))
 

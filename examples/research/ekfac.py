@@ -1,7 +1,7 @@
 """EKFAC: the eigenvectors of K-FAC with the GGN's own curvature along them.
 
-K-FAC's curvature along `kron(q_B, q_A)` is a product of one number per factor. EKFAC measures that
-of the GGN instead, from the Jacobian of every datum.
+K-FAC's curvature along ``kron(q_B, q_A)`` is a product of one number per factor. EKFAC measures
+that of the GGN instead, from the Jacobian of every datum.
 """
 
 # %% Imports
@@ -26,14 +26,17 @@ from laplace_debias.predictive.predictor import StructuredPredictor
 # %% Curvature
 @dataclass(frozen=True)
 class EigenvalueCorrected:
-    """Eigenvectors of K-FAC with one eigenvalue per entry of a weight: `lam[i]` is `[d_B, d_A]`."""
+    """Eigenvectors of K-FAC with one eigenvalue per entry of a weight.
+
+    ``lam[i]`` is ``[d_B, d_A]``.
+    """
 
     H: KronDecomposed
     lam: list[Tensor]
 
 
 def ggn_along(problem: Problem, rows: Tensor, bases: list[list[Tensor]]) -> list[Tensor]:
-    """Curvature of the GGN of some data along `kron(q_B, q_A)`, scaled to the training set."""
+    """Curvature of the GGN of some data along ``kron(q_B, q_A)``, scaled to the training set."""
     model = problem.model
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 

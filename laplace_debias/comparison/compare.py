@@ -108,7 +108,7 @@ def compare(
         progress_bar: Show a progress bar over cells.
 
     Returns:
-        The rows, for `plots.plot_comparison`; ``gap_ratio("nll")`` is the headline.
+        The rows, for ``plots.plot_comparison``; ``gap_ratio("nll")`` is the headline.
 
     Raises:
         ValueError: If budgets, data or the folder do not fit.

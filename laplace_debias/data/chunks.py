@@ -41,7 +41,8 @@ class Chunks:
         if isinstance(data, Iterator):
             raise TypeError(
                 f"Expected data that can be iterated many times, got the iterator "
-                f"{type(data).__name__}. Pass a pair (X, y), a list of pairs or a DataLoader."
+                f"{type(data).__name__}. Remedy: pass a pair (X, y), a list of pairs or a "
+                "DataLoader."
             )
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(
@@ -55,11 +56,13 @@ class Chunks:
             if size_of(X) != len(y):
                 raise ValueError(
                     f"Expected as many targets as inputs, got {size_of(X)} inputs and {len(y)} "
-                    "targets. Pass pairs (X, y) that agree in their first dimension."
+                    "targets. Remedy: pass pairs (X, y) that agree in their first dimension."
                 )
             self.n_data += len(y)
         if self.n_data == 0:
-            raise ValueError("Expected at least one datum, got none. Pass a non-empty (X, y).")
+            raise ValueError(
+                "Expected at least one datum, got none. Remedy: pass a non-empty (X, y)."
+            )
 
     def __iter__(self) -> Iterator[Chunk]:
         """Yield the chunks."""
@@ -103,7 +106,8 @@ def partition(
     total = len(y) // batch_size if batch_size > 0 else 0
     if total == 0:
         raise ValueError(
-            f"Expected 1 <= batch_size <= {len(y)} (the number of data), got {batch_size}."
+            f"Expected 1 <= batch_size <= {len(y)} (the number of data), got {batch_size}. "
+            "Remedy: pass a batch_size in this range, or more data."
         )
     order = (
         torch.arange(len(y))

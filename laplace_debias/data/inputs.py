@@ -12,8 +12,10 @@ from torch import Tensor
 __all__ = [
     "Batch",
     "Inputs",
+    "Keys",
     "concatenate",
     "map_tensors",
+    "rows_of",
     "size_of",
     "take",
     "widen",
@@ -25,12 +27,17 @@ Batch = tuple[Inputs, Tensor]
 """Inputs and targets of some data."""
 
 
-def size_of(x: Inputs, key: str = "input_ids") -> int:
+Keys = str | tuple[str, ...]
+"""The entry of a mapping whose rows are counted; or all entries that have one row per datum."""
+
+
+def size_of(x: Inputs, key: Keys = "input_ids") -> int:
     """Number of data in the inputs.
 
     Args:
         x: A tensor ``[n, ...]``, or a mapping of tensors.
-        key: The entry of a mapping whose rows are counted; the first tensor if it is missing.
+        key: The entry of a mapping whose rows are counted (of several, the first); the first tensor
+            if it is missing.
 
     Returns:
         n.
@@ -44,8 +51,9 @@ def size_of(x: Inputs, key: str = "input_ids") -> int:
     """
     if isinstance(x, Tensor):
         return len(x)
-    if isinstance(x.get(key), Tensor):
-        return len(x[key])
+    for name in (key,) if isinstance(key, str) else key:
+        if isinstance(x.get(name), Tensor):
+            return len(x[name])
     for value in x.values():
         if isinstance(value, Tensor) and value.ndim:
             return len(value)
@@ -55,8 +63,11 @@ def size_of(x: Inputs, key: str = "input_ids") -> int:
     )
 
 
-def take(x: Inputs, rows: slice | Tensor, key: str = "input_ids") -> Inputs:
+def take(x: Inputs, rows: slice | Tensor, key: Keys = "input_ids") -> Inputs:
     """Some of the data; of a mapping, those rows of every tensor with one row per datum.
+
+    Which tensors these are is told by ``key`` if it names several; otherwise by their number of
+    rows, which can deceive.
 
     Args:
         x: A tensor ``[n, ...]``, or a mapping of tensors.
@@ -69,21 +80,44 @@ def take(x: Inputs, rows: slice | Tensor, key: str = "input_ids") -> Inputs:
     Example:
         >>> take({"input_ids": torch.arange(4), "scale": 2.0}, slice(1, 3))
         {'input_ids': tensor([1, 2]), 'scale': 2.0}
+        >>> take({"x": torch.arange(3), "anchors": torch.zeros(3)}, slice(0, 1), ("x",))
+        {'x': tensor([0]), 'anchors': tensor([0., 0., 0.])}
     """
     if isinstance(x, Tensor):
         return x[rows]
-    n, part = size_of(x, key), copy.copy(x)
-    for name, value in x.items():
-        if isinstance(value, Tensor) and value.ndim > 0 and len(value) == n:
-            part[name] = value[rows]
+    part = copy.copy(x)
+    for name in rows_of(x, key):
+        part[name] = x[name][rows]
     return part
 
 
-def concatenate(parts: Sequence[Inputs]) -> Inputs:
+def rows_of(x: MutableMapping[str, Any], key: Keys = "input_ids") -> list[str]:
+    """Names of the entries of a mapping that have one row per datum.
+
+    Args:
+        x: A mapping of tensors and anything else.
+        key: See :func:`take`.
+
+    Returns:
+        The names that ``key`` lists; or, of a single one, those of all tensors with as many rows.
+
+    Example:
+        >>> rows_of({"x": torch.zeros(3), "anchors": torch.zeros(3), "scale": 1.0}, "x")
+        ['x', 'anchors']
+    """
+    n = size_of(x, key)
+    tensors = [name for name, value in x.items() if isinstance(value, Tensor) and value.ndim > 0]
+    if not isinstance(key, str):
+        return [name for name in tensors if name in key]
+    return [name for name in tensors if len(x[name]) == n]
+
+
+def concatenate(parts: Sequence[Inputs], key: Keys = "input_ids") -> Inputs:
     """Put inputs of several data together.
 
     Args:
         parts: Tensors, or mappings of tensors with one row per datum.
+        key: See :func:`take`; what does not run over the data is the first one's.
 
     Returns:
         A tensor, or a mapping like the first one.
@@ -96,9 +130,8 @@ def concatenate(parts: Sequence[Inputs]) -> Inputs:
     if isinstance(first, Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
     whole = copy.copy(first)
-    for name, value in first.items():
-        if isinstance(value, Tensor) and value.ndim:
-            whole[name] = torch.cat([part[name] for part in parts if not isinstance(part, Tensor)])
+    for name in rows_of(first, key):
+        whole[name] = torch.cat([part[name] for part in parts if not isinstance(part, Tensor)])
     return whole
 
 

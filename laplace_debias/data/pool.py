@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from laplace_debias.data.inputs import Batch, Inputs, take
+from laplace_debias.data.inputs import Batch, Inputs, Keys, take
 
 __all__ = ["MapStyle", "is_map_style", "segments"]
 
@@ -98,7 +98,7 @@ class MapStyle:
 
 
 def segments(
-    batches: Iterable[Batch], sizes: Sequence[int], key: str
+    batches: Iterable[Batch], sizes: Sequence[int], key: Keys
 ) -> Iterator[tuple[int, Inputs, Tensor]]:
     """Cut a stream of mini-batches into consecutive segments of given sizes.
 

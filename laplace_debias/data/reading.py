@@ -11,7 +11,15 @@ from tqdm import tqdm
 
 from laplace_debias.data.inputs import Batch, Inputs, size_of
 
-__all__ = ["as_batches", "check_targets", "read", "unpack"]
+__all__ = ["MissingKeyError", "as_batches", "check_targets", "read", "unpack"]
+
+
+class MissingKeyError(KeyError, ValueError):
+    """A mapping without a key that it must have: laplace-torch raises a ``KeyError`` for it."""
+
+    def __str__(self) -> str:
+        """The message as it is; a ``KeyError`` would put quotation marks around it."""
+        return str(self.args[0])
 
 
 @overload
@@ -120,7 +128,8 @@ def unpack(
             "Remedy: `torch.as_tensor(...)`, or a `DataLoader`, which makes tensors."
         )
     if isinstance(y, Tensor) and y.ndim > 0:
-        y = y.to(device)
+        whole = not (y.is_floating_point() or y.is_complex())
+        y = y.to(device, torch.long if whole else y.dtype)  # losses take no other integers
     elif not labelled:
         y = None
     elif y is None:
@@ -162,7 +171,7 @@ def _parts(batch: Any, dict_key_y: str, labelled: bool) -> tuple[Any, Any]:
 def _raise_unlabelled(batch: Any, dict_key_y: str) -> NoReturn:
     """Say where the targets of a mini-batch were expected."""
     if isinstance(batch, MutableMapping):
-        raise ValueError(
+        raise MissingKeyError(
             f"Expected the targets under the key '{dict_key_y}' (`dict_key_y`), got the keys "
             f"{sorted(map(str, batch))}. Remedy: pass `dict_key_y=` to `Laplace`."
         )
@@ -186,12 +195,13 @@ def check_targets(y: Tensor, output_shape: torch.Size, likelihood: str) -> None:
     """Raise unless the targets fit the model's outputs.
 
     Args:
-        y: Targets of a mini-batch of m data.
+        y: Targets of a mini-batch of m data: for a classification class indices ``[m, ...]``, or
+            probabilities of the classes ``[m, ..., C]`` (soft labels).
         output_shape: Shape of the model's output for one datum or more, ``[., ..., C]``.
         likelihood: ``"classification"`` or ``"regression"``.
 
     Raises:
-        ValueError: If shape, dtype or class indices are wrong.
+        ValueError: If shape, dtype, class indices or probabilities are wrong.
 
     Example:
         >>> check_targets(torch.tensor([0, 2]), torch.Size([1, 3]), "classification")
@@ -214,17 +224,41 @@ def check_targets(y: Tensor, output_shape: torch.Size, likelihood: str) -> None:
                 "Expected finite regression targets, got NaN or Inf. Remedy: drop these rows."
             )
         return
+    if C == 1:
+        raise ValueError(
+            "Expected a model with at least two outputs for a classification, whose softmax of a "
+            "single logit is one whatever the data, got one output. Remedy: for a binary "
+            "classifier with the logit f let the model return `torch.cat([torch.zeros_like(f), f], "
+            "-1)`, and pass its labels as `y.squeeze(-1).long()`."
+        )
+    if y.is_floating_point() and y.shape[1:] == output_shape[1:]:
+        _check_probabilities(y)
+        return
     if y.is_floating_point() or y.is_complex() or y.shape[1:] != output_shape[1:-1]:
         raise ValueError(
             f"Expected class indices of an integer dtype and shape {['m', *output_shape[1:-1]]}, "
-            f"got {y.dtype} of shape {list(y.shape)}. Remedy: for one-hot targets pass "
-            "`y.argmax(-1)`, for floats `y.long()`."
+            f"or class probabilities of a floating-point dtype and shape "
+            f"{['m', *output_shape[1:]]}, got {y.dtype} of shape {list(y.shape)}. Remedy: for "
+            "one-hot integers pass `y.argmax(-1)`, for indices as floats `y.long()`."
         )
     low, high = int(y.min()), int(y.max())
     if low < 0 or high >= C:
         raise ValueError(
             f"Expected class indices in [0, {C - 1}] for a model with {C} outputs, got values in "
             f"[{low}, {high}]. Remedy: re-index the classes from 0, or widen the last layer."
+        )
+
+
+def _check_probabilities(y: Tensor) -> None:
+    """Raise unless soft labels are probabilities: the Hessian is the softmax's only then."""
+    off = float((y.double().sum(-1) - 1).abs().max())
+    low = float(y.min())
+    tolerance = max(1e-4, 8 * torch.finfo(y.dtype).eps)
+    if not (off <= tolerance and low >= 0):  # also for NaN
+        raise ValueError(
+            "Expected class probabilities, which are not negative and sum to one for every datum, "
+            f"got a smallest entry of {low:.4g} and a sum off by {off:.4g}. Remedy: "
+            "`y / y.sum(-1, keepdim=True)` for non-negative weights, `y.softmax(-1)` for scores."
         )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, SequentialSampler
 
-from laplace_debias.data.inputs import Batch
+from laplace_debias.data.inputs import Batch, Inputs, Keys
 from laplace_debias.data.reading import read
 
 __all__ = ["CURVATURES", "DIRECTIONS", "TrainingData", "training_size", "warn_if_sequential"]
@@ -30,18 +30,21 @@ class TrainingData:
         curvature_loader: The same for the curvatures alone, or ``None``.
         n_data: Number N of training data that they stand for.
         device: Where the network is.
-        key_x: Key of the inputs in mini-batches that are mappings.
+        key_x: Key of the inputs in mini-batches that are mappings, or of all that run over data.
         key_y: Key of the targets in them.
         cast: Changes the type of inputs and targets, if need be.
+        check: Called once, with the inputs of the first mini-batch that is read.
     """
 
     loader: Any
     curvature_loader: Any
     n_data: int
     device: torch.device
-    key_x: str = "input_ids"
+    key_x: Keys = "input_ids"
     key_y: str = "labels"
     cast: Callable[[Any], Any] | None = None
+    check: Callable[[Inputs], None] | None = None
+    _checked: list[bool] = field(default_factory=list, repr=False)
 
     def read(
         self, batches: Iterable[Any] | None = None, name: str = "train_loader"
@@ -50,7 +53,12 @@ class TrainingData:
         batches = self.loader if batches is None else batches
         for X, y in read(batches, self.device, self.key_y, name=name):
             assert y is not None  # the reader refuses mini-batches without targets
-            yield (X, y) if self.cast is None else (self.cast(X), self.cast(y))
+            if self.cast is not None:
+                X, y = self.cast(X), self.cast(y)
+            if self.check is not None and not self._checked:
+                self.check(X)
+                self._checked.append(True)
+            yield X, y
 
     def in_roles(self) -> Iterator[tuple[str, Batch]]:
         """Hand out mini-batches with their roles, lazily.

@@ -18,7 +18,13 @@ from laplace_debias.debias.sampling import (
     curvature_order,
     draw_weighted,
 )
-from laplace_debias.debias.spectrum import FitResult, decompose, eigh_float64, reevaluate
+from laplace_debias.debias.spectrum import (
+    FitResult,
+    curvature_along,
+    decompose,
+    eigh_float64,
+    reevaluate,
+)
 from laplace_debias.debias.two_batch import fit_factors, fit_single, fit_two_batch
 
 __all__ = [
@@ -33,6 +39,7 @@ __all__ = [
     "crossfit_factor",
     "crossfit_kron",
     "crossfit_rows",
+    "curvature_along",
     "curvature_bias",
     "curvature_order",
     "decompose",

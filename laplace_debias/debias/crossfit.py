@@ -223,7 +223,7 @@ class _Run:
         for fold, items in zip(reservoirs, kept, strict=True):
             draw = fold.draw()
             parts = [items[slot] for slot in range(len(items))]
-            X, y = concatenate([X for X, _ in parts]), torch.cat([y for _, y in parts])
+            X, y = concatenate([X for X, _ in parts], key), torch.cat([y for _, y in parts])
             folds.append(self.engine.factors(X, y, draw.weights, inputs=False))
         return self.from_pool(passed, folds, whole=True)
 

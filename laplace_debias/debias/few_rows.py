@@ -1,16 +1,16 @@
 r"""Cross-fitted eigenvalues of a factor of few rows, in the space that the rows span.
 
-A factor of n rows in d > n dimensions, `E = X^T X / n` with `X [n, d]`, has rank n at most: few
+A factor of n rows in d > n dimensions, ``E = X^T X / n`` with ``X [n, d]``, has rank n at most: few
 data meet a wide linear layer. With two folds, the directions of each are n / 2 only, while the
 basis of all rows has n, and half of these get no more than the mean curvature of the null space.
-More folds mend that, and cost little here, because no matrix `[d, d]` has to be decomposed. With
-the singular value decomposition `X = U diag(s) V^T`, all folds live in the r dimensions of V::
+More folds mend that, and cost little here, because no matrix ``[d, d]`` has to be decomposed. With
+the singular value decomposition ``X = U diag(s) V^T``, all folds live in the r dimensions of V::
 
     Z = X V = U diag(s)   [n, r]            E_k = V (Z_k^T Z_k / n_k) V^T
 
-so that the rank-i direction of the other folds and the curvature of fold k along it come from `r x
-r` matrices, exactly as `laplace_debias.debias.folds` defines them. Directions that the other folds
-do not span share what is left of the trace of `E_k`.
+so that the rank-i direction of the other folds and the curvature of fold k along it come from
+``r x r`` matrices, exactly as ``laplace_debias.debias.folds`` defines them. Directions that the
+other folds do not span share what is left of the trace of ``E_k``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from laplace_debias.debias.spectrum import check_finite, eigh_float64
 __all__ = ["ROW_FOLDS", "crossfit_rows", "few_rows_from", "most_few_rows"]
 
 ROW_FOLDS = 8
-"""Folds of a factor of few rows; `tests/test_crossfit_rows.py` shows what they save over two."""
+"""Folds of a factor of few rows; ``tests/test_crossfit_rows.py`` shows what they save over two."""
 
 
 def few_rows_from(n_rows: int) -> int:
     """Dimension from which on a number of rows counts as few.
 
-    `ROW_FOLDS` decompositions of `n x n` matrices take at most the time of one of a `d x d` matrix
-    then.
+    ``ROW_FOLDS`` decompositions of ``n x n`` matrices take at most the time of one of a ``d x d``
+    matrix then.
 
     Args:
         n_rows: Number of rows of all folds.
@@ -47,7 +47,7 @@ def few_rows_from(n_rows: int) -> int:
 
 
 def most_few_rows(d: int) -> int:
-    """Largest number of rows that counts as few in d dimensions, see `few_rows_from`.
+    """Largest number of rows that counts as few in d dimensions, see ``few_rows_from``.
 
     Args:
         d: Dimension of the rows.
@@ -72,19 +72,19 @@ def crossfit_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Eigenbasis of a factor of few rows with cross-fitted eigenvalues.
 
-    The same as `crossfit_spectrum` on the folds' matrices, without forming or decomposing any of
+    The same as ``crossfit_spectrum`` on the folds' matrices, without forming or decomposing any of
     them. Fold k consists of the rows k, k + K, k + 2 K, ...
 
     Args:
-        rows: Rows `[n, d]`; the factor is the mean of their outer products.
+        rows: Rows ``[n, d]``; the factor is the mean of their outer products.
         n_folds: Number K of folds, at least 2; at most one per row is used.
         monotone: Whether to project the eigenvalues onto rising sequences.
-        null_tol: Eigenvalues up to `null_tol` times the largest count as zero; by default what
+        null_tol: Eigenvalues up to ``null_tol`` times the largest count as zero; by default what
             rounding in the rows' type makes of a zero.
         name: What the factor is called in errors.
 
     Returns:
-        Eigenvectors Q, `[d, d]`, the factor's own eigenvalues and the cross-fitted ones, `[d]`,
+        Eigenvectors Q, ``[d, d]``, the factor's own eigenvalues and the cross-fitted ones, ``[d]``,
         ascending, all in float64.
 
     Raises:
@@ -99,7 +99,7 @@ def crossfit_rows(
     if rows.ndim != 2 or len(rows) < 2 or n_folds < 2:
         raise ValueError(
             f"Expected rows [n, d] of at least two data and two folds for {name}, got shape "
-            f"{list(rows.shape)} and {n_folds} folds; draw more data, or use more folds."
+            f"{list(rows.shape)} and {n_folds} folds. Remedy: draw more data, or use more folds."
         )
     check_finite(rows, name)
     n, d = rows.shape
@@ -134,6 +134,6 @@ def crossfit_rows(
 
 
 def _complement(V: Tensor) -> Tensor:
-    """Orthonormal basis `[d, d - r]` of what orthonormal columns `V [d, r]` do not span."""
+    """Orthonormal basis ``[d, d - r]`` of what orthonormal columns ``V [d, r]`` do not span."""
     basis: Tensor = torch.linalg.qr(V, mode="complete")[0]
     return basis[:, V.shape[1] :]

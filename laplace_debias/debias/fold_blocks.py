@@ -26,23 +26,23 @@ def crossfit_kron(
 ) -> FitResult:
     """Cross-fitted curvature of N data from folds of a few.
 
-    Output factors B come from the folds `outputs`, scaled by `n_data` over their number of data,
-    and input factors A from the folds `inputs`, which may be other data, more data and another
-    number of folds. Each factor is cross-fitted on its own
-    (`crossfit_factor`), and a block's eigenvalues are the products of its
-    factors' eigenvalues. An input factor whose rows were kept is cut into `ROW_FOLDS` folds at
-    least (`crossfit_rows`).
+    Output factors B come from the folds ``outputs``, scaled by ``n_data`` over their number of
+    data, and input factors A from the folds ``inputs``, which may be other data, more data and
+    another number of folds. Each factor is cross-fitted on its own (``crossfit_factor``), and a
+    block's eigenvalues are the products of its factors' eigenvalues. An input factor whose rows
+    were kept is cut into ``ROW_FOLDS`` folds at least (``crossfit_rows``).
 
     Args:
-        outputs: Factors of each fold; their sums over data stand for `n_data` data.
-        inputs: Input factors of each fold; by default those within `outputs`.
+        outputs: Factors of each fold; their sums over data stand for ``n_data`` data.
+        inputs: Input factors of each fold; by default those within ``outputs``.
         n_data: Number N of data that the curvature stands for.
         loss: Mean loss per datum.
-        output_hessian: Mean loss Hessian `[C, C]` over a large pool. It is B of the layer at the
-            network's output, if `inputs` know one, and replaces what the few data of the folds
+        output_hessian: Mean loss Hessian ``[C, C]`` over a large pool. It is B of the layer at the
+            network's output, if ``inputs`` know one, and replaces what the few data of the folds
             give.
-        rows: For each parameter the input rows `[n, d_in]` of a wide layer, or None. They may be of
-            more data than `inputs`, whose A they replace; by default those that `inputs` kept.
+        rows: For each parameter the input rows ``[n, d_in]`` of a wide layer, or None. They may be
+            of more data than ``inputs``, whose A they replace; by default those that ``inputs``
+            kept.
 
     Returns:
         The decomposition, one block per parameter: eigenvectors of the pooled factors in the

@@ -1,24 +1,24 @@
 r"""Cross-fitted eigenvalues: directions from all data, curvatures from data that chose none.
 
-The data of one Kronecker factor come in K folds; `E_k` is the factor's mean over the `m_k` data of
-fold k and `E = sum_k m_k E_k / sum_k m_k` the pooled factor, with eigenvectors Q in ascending
-order. Let `q_i^(-k)` be the rank-i eigenvector of the factor pooled over all folds but k. Then::
+The data of one Kronecker factor come in K folds; ``E_k`` is the factor's mean over the ``m_k`` data
+of fold k and ``E = sum_k m_k E_k / sum_k m_k`` the pooled factor, with eigenvectors Q in ascending
+order. Let ``q_i^(-k)`` be the rank-i eigenvector of the factor pooled over all folds but k. Then::
 
     lam_i = sum_k (m_k / M)  q_i^(-k)^T  E_k  q_i^(-k)          block factor: Q diag(lam) Q^T
 
-The eigenvectors inside each term never saw the data of `E_k`, so each term is free of the bias
+The eigenvectors inside each term never saw the data of ``E_k``, so each term is free of the bias
 which makes the largest eigenvalues of E too large and the smallest too small. The basis still
 comes from all the data. (This is cross-validated nonlinear shrinkage of covariance estimation.)
-The trace is that of E: each term sums to `tr E_k`. If all folds are equal, `lam` are exactly the
-eigenvalues of E.
+The trace is that of E: each term sums to ``tr E_k``. If all folds are equal, ``lam`` are exactly
+the eigenvalues of E.
 
 Null space. A factor of fewer rows than dimensions has an arbitrary basis of its null space. Each
 term gives the null space of its own directions the mean of the held-out curvature over it, a
 number that no choice of basis changes; the null space of the pooled factor lies inside all of
 these, so the result does not depend on its basis either. Traces stay as they are.
 
-Order. Noise can put a term's curvature at rank i above that at rank i + 1. What `lam` estimates
-rises with rank on average, so `lam` is projected onto the rising sequences (isotonic regression):
+Order. Noise can put a term's curvature at rank i above that at rank i + 1. What ``lam`` estimates
+rises with rank on average, so ``lam`` is projected onto the rising sequences (isotonic regression):
 this keeps the sum, equal neighbours stay equal, and the distance to every rising sequence, hence
 the error, can only shrink.
 """
@@ -26,7 +26,8 @@ the error, can only shrink.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from scipy.optimize import isotonic_regression
@@ -35,7 +36,7 @@ from torch import Tensor
 from laplace_debias.debias.spectrum import check_finite, curvature_along, eigh_float64
 
 SINGLE_FROM = 512
-"""Dimension from which on single precision saves time, see `fold_directions`."""
+"""Dimension from which on single precision saves time, see ``fold_directions``."""
 
 
 def crossfit_factor(
@@ -49,16 +50,16 @@ def crossfit_factor(
     """Eigenbasis of the pooled factor with cross-fitted eigenvalues.
 
     Args:
-        means: The factor's mean over the data of each fold, K matrices `[d, d]`.
+        means: The factor's mean over the data of each fold, K matrices ``[d, d]``.
         sizes: Number of data in each fold.
         monotone: Whether to project the eigenvalues onto rising sequences.
-        null_tol: Eigenvalues up to `null_tol` times the largest count as zero; by default what
-            rounding in the factors' type makes of a zero, see `null_tolerance`.
+        null_tol: Eigenvalues up to ``null_tol`` times the largest count as zero; by default what
+            rounding in the factors' type makes of a zero, see ``null_tolerance``.
         name: What the factor is called in errors.
 
     Returns:
-        Eigenvalues `lam`, `[d]`, ascending and non-negative, and eigenvectors Q, `[d, d]`, both in
-        float64.
+        Eigenvalues ``lam``, ``[d]``, ascending and non-negative, and eigenvectors Q, ``[d, d]``,
+        both in float64.
 
     Raises:
         ValueError: With fewer than two folds, folds of different shapes, a size that is not
@@ -92,8 +93,8 @@ def crossfit_spectrum(
         name: See :func:`crossfit_factor`.
 
     Returns:
-        Eigenvectors Q, `[d, d]`, the pooled factor's eigenvalues and the cross-fitted ones, `[d]`,
-        all in float64.
+        Eigenvectors Q, ``[d, d]``, the pooled factor's eigenvalues and the cross-fitted ones,
+        ``[d]``, all in float64.
 
     Raises:
         ValueError: As :func:`crossfit_factor`.
@@ -108,13 +109,39 @@ def crossfit_spectrum(
     folds = [M.double() for M in means]
     total = float(sum(sizes))
     scaled = [size * M for size, M in zip(sizes, folds, strict=True)]
-    summed = sum(scaled[1:], scaled[0])
-    pooled, Q = eigh_float64(summed, name)
+    pooled, Q = eigh_float64(sum(scaled[1:], scaled[0]), name)
     lam = torch.zeros(len(Q), dtype=torch.float64, device=Q.device)
-    for size, held_out in zip(sizes, folds, strict=True):
-        mu, Q_others = fold_directions(summed - size * held_out, means[0].dtype, name)
+    for size, held_out, others in zip(sizes, folds, sums_of_others(scaled), strict=True):
+        mu, Q_others = fold_directions(others, means[0].dtype, name)
         lam += size / total * curvatures_along(held_out, Q_others, mu, null_tol=tol)
     return Q, pooled.clamp(min=0) / total, isotonic(lam) if monotone else lam
+
+
+def sums_of_others(terms: Sequence[Tensor]) -> Iterator[Tensor]:
+    """For each of several matrices, the sum of all others.
+
+    Added up from before and from behind. Subtracting each from the total would leave its rounding
+    errors behind, and these pass for curvature in the null space of the others as soon as the one
+    taken away is several times larger.
+
+    Args:
+        terms: K matrices of one shape, K at least 2.
+
+    Yields:
+        K sums of K - 1 matrices.
+
+    Example:
+        >>> [int(total) for total in sums_of_others([torch.tensor(v) for v in (1, 10, 100)])]
+        [110, 101, 11]
+    """
+    after = list(accumulate(reversed(terms)))[-2::-1]  # after[k] = terms[k + 1] + ... + terms[-1]
+    before: Tensor | None = None
+    for k, term in enumerate(terms):
+        if before is None:
+            yield after[0]
+        else:
+            yield before + after[k] if k < len(after) else before
+        before = term if before is None else before + term
 
 
 def fold_directions(M: Tensor, dtype: torch.dtype, name: str = "factor") -> tuple[Tensor, Tensor]:
@@ -125,12 +152,12 @@ def fold_directions(M: Tensor, dtype: torch.dtype, name: str = "factor") -> tupl
     precision does not converge, float64 takes over.
 
     Args:
-        M: Symmetric matrix `[d, d]` in float64.
+        M: Symmetric matrix ``[d, d]`` in float64.
         dtype: Type in which its factors were computed.
         name: What it is called in errors.
 
     Returns:
-        Eigenvalues `[d]`, ascending, and eigenvectors `[d, d]` in columns, as float64.
+        Eigenvalues ``[d]``, ascending, and eigenvectors ``[d, d]`` in columns, as float64.
 
     Raises:
         ValueError: If the matrix holds NaN or Inf, or LAPACK gives up on it.
@@ -154,13 +181,13 @@ def curvatures_along(M: Tensor, Q: Tensor, mu: Tensor, *, null_tol: float) -> Te
     """Curvature of M along eigenvectors of another matrix, averaged over that matrix' null space.
 
     Args:
-        M: Symmetric, positive semi-definite matrix `[d, d]`.
-        Q: Eigenvectors `[d, d]` of the other matrix, in columns.
-        mu: Its eigenvalues `[d]`, ascending.
-        null_tol: Directions with `mu <= null_tol * max(mu)` form the null space.
+        M: Symmetric, positive semi-definite matrix ``[d, d]``.
+        Q: Eigenvectors ``[d, d]`` of the other matrix, in columns.
+        mu: Its eigenvalues ``[d]``, ascending.
+        null_tol: Directions with ``mu <= null_tol * max(mu)`` form the null space.
 
     Returns:
-        Non-negative curvatures `[d]` with the sum `tr M`.
+        Non-negative curvatures ``[d]`` with the sum ``tr M``.
 
     Example:
         >>> M, mu = torch.diag(torch.tensor([1.0, 3.0, 5.0])), torch.tensor([0.0, 0.0, 1.0])
@@ -175,15 +202,15 @@ def curvatures_along(M: Tensor, Q: Tensor, mu: Tensor, *, null_tol: float) -> Te
 def null_tolerance(M: Tensor) -> float:
     """Relative size up to which an eigenvalue may be a rounded zero.
 
-    A Gram matrix is rounded in its own type: entry by entry an error of `eps` times the entry's
-    size, which adds up to a spectral norm of about `sqrt(d) * eps` times the largest eigenvalue at
-    most.
+    A Gram matrix is rounded in its own type: entry by entry an error of ``eps`` times the entry's
+    size, which adds up to a spectral norm of about ``sqrt(d) * eps`` times the largest eigenvalue
+    at most.
 
     Args:
-        M: The factor `[d, d]`, in the type in which it was computed.
+        M: The factor ``[d, d]``, in the type in which it was computed.
 
     Returns:
-        `sqrt(d) * eps`.
+        ``sqrt(d) * eps``.
 
     Example:
         >>> null_tolerance(torch.eye(4, dtype=torch.float64)) == 2 * 2.0**-52
@@ -213,16 +240,16 @@ def _check_folds(means: Sequence[Tensor], sizes: Sequence[float], name: str) -> 
     if len(means) < 2 or len(means) != len(sizes):
         raise ValueError(
             f"Expected at least two folds of {name} and as many sizes, got {len(means)} folds and "
-            f"{len(sizes)} sizes; draw more mini-batches or use fewer folds."
+            f"{len(sizes)} sizes. Remedy: draw more mini-batches or use fewer folds."
         )
     shapes = {tuple(M.shape) for M in means}
     if len(shapes) > 1 or any(M.ndim != 2 or len(M) != M.shape[1] for M in means):
         raise ValueError(
-            f"Expected square matrices of one shape as folds of {name}, got {sorted(shapes)}; "
-            f"compute all folds with the same model."
+            f"Expected square matrices of one shape as folds of {name}, got {sorted(shapes)}. "
+            "Remedy: compute all folds with the same model."
         )
     if not all(size > 0 for size in sizes):
         raise ValueError(
-            f"Expected a positive number of data in every fold of {name}, got {list(sizes)}; "
-            f"leave out empty folds."
+            f"Expected a positive number of data in every fold of {name}, got {list(sizes)}. "
+            "Remedy: leave out empty folds."
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from laplace_debias.data.inputs import Inputs, take
+from laplace_debias.data.inputs import Inputs, Keys, take
 from laplace_debias.debias.few_rows import few_rows_from, most_few_rows
 from laplace_debias.debias.options import ResolvedOptions
 from laplace_debias.kfac.engine import Engine
@@ -32,7 +32,7 @@ class PoolPass:
 
     engine: Engine
     options: ResolvedOptions
-    key: str
+    key: Keys
     A: dict[int, Factors] = field(default_factory=dict)
     more_rows: list[tuple[Tensor | None, ...]] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Curvature sampling from a stream: the same independent draw in one pass.
 
 m reservoirs hold one item each, every one independent of the others. One weighted reservoir of m
-items would draw without replacement, and the weights of `draw_weighted` would be wrong for it;
+items would draw without replacement, and the weights of ``draw_weighted`` would be wrong for it;
 priority sampling has right weights of its own, but its items depend on each other through a common
 threshold, and cross-fitting needs folds that do not.
 """
@@ -15,14 +15,14 @@ from laplace_debias.debias.sampling import DEFAULT_SHARE, WeightedDraw, check_sh
 
 
 class Reservoirs:
-    """The same draw as `draw_weighted`, in one pass over a stream whose length is not known.
+    """The same draw as ``draw_weighted``, in one pass over a stream whose length is not known.
 
     Every one of m reservoirs holds one item. An item with score s replaces it with probability s
     over the sum of all scores so far, independently for each reservoir; in the end each holds one
     item drawn with probability proportional to score, independent of the others. The uniform share
     is a coin that each reservoir tosses once, at the start: heads, and it counts every item as 1.
 
-    The caller keeps the items; `update` says which of them go where.
+    The caller keeps the items; ``update`` says which of them go where.
 
     Args:
         m: Number of reservoirs, the data to draw.
@@ -31,7 +31,7 @@ class Reservoirs:
         device: Where the scores live.
 
     Raises:
-        ValueError: If m is not positive, or `uniform` lies outside `[0, 1]`.
+        ValueError: If m is not positive, or ``uniform`` lies outside ``[0, 1]``.
 
     Example:
         >>> reservoirs, kept = Reservoirs(2), {}
@@ -53,7 +53,8 @@ class Reservoirs:
         """See the class."""
         if m < 1:
             raise ValueError(
-                f"Expected a positive number of reservoirs, got {m}; draw at least one datum."
+                f"Expected a positive number of reservoirs, got {m}. Remedy: draw at least one "
+                "datum."
             )
         check_share(uniform)
         self._m, self._uniform, self._generator = m, uniform, generator
@@ -73,11 +74,11 @@ class Reservoirs:
         """Offer a batch of the stream.
 
         Args:
-            scores: Non-negative score `[b]` of each item in the batch.
+            scores: Non-negative score ``[b]`` of each item in the batch.
 
         Returns:
-            `(slots, positions)`: reservoir `slots[j]` now holds the item at `positions[j]` of this
-            batch.
+            ``(slots, positions)``: reservoir ``slots[j]`` now holds the item at ``positions[j]`` of
+            this batch.
 
         Raises:
             ValueError: If scores are negative or not finite.
@@ -116,13 +117,13 @@ class Reservoirs:
         """
         if self._n_pool < self._m:
             raise ValueError(
-                f"Expected a stream of at least {self._m} data, got {self._n_pool}; score more "
-                f"data, or draw fewer."
+                f"Expected a stream of at least {self._m} data, got {self._n_pool}. Remedy: "
+                "score more data, or draw fewer."
             )
         if not self._total > 0:
             raise ValueError(
                 f"Expected at least one positive score, got {self._n_pool} zeros: the model is so "
-                f"sure of every datum that none carries curvature; sample uniformly instead."
+                f"sure of every datum that none carries curvature. Remedy: sample uniformly."
             )
         u, n = self._uniform, self._n_pool
         q = (1 - u) * self._scores / self._total + u / n

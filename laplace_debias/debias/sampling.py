@@ -1,18 +1,18 @@
 r"""Which data deserve backward passes: draw them by the curvature they carry, and weight them back.
 
 A datum adds to every output factor B in proportion to its output Hessian, whose trace is
-`1 - sum_c p_c^2` for softmax. In a well-trained classifier it nearly vanishes for most data, so
+``1 - sum_c p_c^2`` for softmax. In a well-trained classifier it nearly vanishes for most data, so
 that a uniform draw wastes its backward passes on them. Instead, data are drawn with replacement,
-with probabilities `q` from their scores `s` mixed with a little of the uniform distribution over
-the `n` data of a pool, and each gets an importance weight::
+with probabilities ``q`` from their scores ``s`` mixed with a little of the uniform distribution
+over the ``n`` data of a pool, and each gets an importance weight::
 
     q_i = (1 - u) s_i / sum_j s_j + u / n            w_i = 1 / (n q_i)
 
-For any function h, `1/m sum_{j=1}^m w_{i_j} h_{i_j}` is then unbiased for the pool's mean of h. The
-uniform part bounds the weights by `1 / u`. Its share matters little: 2 to 10 per cent came out the
-same within errors, see `examples/research/debiasing_losers.py`.
+For any function h, ``1/m sum_{j=1}^m w_{i_j} h_{i_j}`` is then unbiased for the pool's mean of h.
+The uniform part bounds the weights by ``1 / u``. Its share matters little: 2 to 10 per cent came
+out the same within errors, see ``examples/research/debiasing_losers.py``.
 
-`laplace_debias.debias.reservoirs` makes the independent draw from a stream.
+``laplace_debias.debias.reservoirs`` makes the independent draw from a stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from torch import Tensor
 from laplace_debias.network.loss import curvature_scores
 
 DEFAULT_SHARE = 0.05
-"""Share of the uniform distribution in the mixture, see `examples/research/debiasing_losers.py`."""
+"""Share of the uniform distribution in the mixture.
+
+See ``examples/research/debiasing_losers.py``.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class WeightedDraw:
     """Data drawn from a pool, with importance weights.
 
     Attributes:
-        indices: Positions in the pool, `[m]`; a datum may occur more than once.
-        weights: `1 / (n_pool q)` of each, `[m]`, in float64.
+        indices: Positions in the pool, ``[m]``; a datum may occur more than once.
+        weights: ``1 / (n_pool q)`` of each, ``[m]``, in float64.
         n_pool: Number of data in the pool.
     """
 
@@ -47,15 +50,15 @@ def sampling_probabilities(scores: Tensor, uniform: float = DEFAULT_SHARE) -> Te
     """Probabilities proportional to the scores, mixed with the uniform distribution.
 
     Args:
-        scores: Non-negative score `[n]` of each datum in the pool.
-        uniform: Share u of the uniform distribution, in `[0, 1]`.
+        scores: Non-negative score ``[n]`` of each datum in the pool.
+        uniform: Share u of the uniform distribution, in ``[0, 1]``.
 
     Returns:
-        Probabilities q, `[n]`, in float64.
+        Probabilities q, ``[n]``, in float64.
 
     Raises:
-        ValueError: If scores are negative, not finite or all zero, or `uniform` lies outside `[0,
-            1]`.
+        ValueError: If scores are negative, not finite or all zero, or ``uniform`` lies outside
+            ``[0, 1]``.
 
     Example:
         >>> sampling_probabilities(torch.tensor([0.0, 1.0]), uniform=0.2)
@@ -67,7 +70,7 @@ def sampling_probabilities(scores: Tensor, uniform: float = DEFAULT_SHARE) -> Te
     if not total > 0:
         raise ValueError(
             f"Expected at least one positive score, got {len(scores)} zeros: the model is so sure "
-            f"of every datum that none carries curvature; sample uniformly instead."
+            "of every datum that none carries curvature. Remedy: sample uniformly."
         )
     return (1 - uniform) * scores / total + uniform / len(scores)
 
@@ -82,7 +85,7 @@ def draw_weighted(
 ) -> WeightedDraw:
     """Draw data from a pool by their scores, with replacement.
 
-    Without `order` the draws are independent. With it they are systematic: the probabilities are
+    Without ``order`` the draws are independent. With it they are systematic: the probabilities are
     laid end to end in that order, and m equidistant points with one random offset pick the data.
     Every datum is expected as often as before, so the weights and unbiasedness are the same; but
     data that are neighbours in the order now share their draws evenly, which takes away the
@@ -93,19 +96,19 @@ def draw_weighted(
     along each other's directions.
 
     Args:
-        scores: Non-negative score `[n]` of each datum in the pool.
+        scores: Non-negative score ``[n]`` of each datum in the pool.
         m: Number of data to draw.
         uniform: Share of the uniform distribution in the mixture.
-        order: Permutation `[n]` of the pool that puts similar data side by side, for instance
-            `curvature_order(outputs)`.
+        order: Permutation ``[n]`` of the pool that puts similar data side by side, for instance
+            ``curvature_order(outputs)``.
         generator: Source of randomness on the scores' device; the global one by default.
 
     Returns:
         The data's positions and weights.
 
     Raises:
-        ValueError: As `sampling_probabilities`, or if the pool is smaller than the draw, or `order`
-            has the wrong length.
+        ValueError: As ``sampling_probabilities``, or if the pool is smaller than the draw, or
+            ``order`` has the wrong length.
 
     Example:
         >>> draw = draw_weighted(torch.tensor([0.0, 1.0, 1.0, 0.0]), 2, uniform=0.0)
@@ -118,15 +121,15 @@ def draw_weighted(
     n = len(q)
     if not 1 <= m <= n:
         raise ValueError(
-            f"Expected to draw between 1 and {n} data from a pool of {n}, got {m}; score a larger "
-            "pool, or draw fewer data."
+            f"Expected to draw between 1 and {n} data from a pool of {n}, got {m}. Remedy: score a "
+            "larger pool, or draw fewer data."
         )
     if order is None:
         u = torch.rand(m, dtype=torch.float64, device=q.device, generator=generator)
     elif order.shape != q.shape:
         raise ValueError(
-            f"Expected an order of shape [{n}], got {list(order.shape)}; pass a permutation of the "
-            "pool."
+            f"Expected an order of shape [{n}], got {list(order.shape)}. Remedy: pass a "
+            "permutation of the pool."
         )
     else:
         offset = torch.rand(1, dtype=torch.float64, device=q.device, generator=generator)
@@ -142,10 +145,10 @@ def curvature_order(outputs: Tensor) -> Tensor:
     """Order of a pool for systematic draws: by predicted class, then by score.
 
     Args:
-        outputs: Network outputs `[n, C]` of a classifier.
+        outputs: Network outputs ``[n, C]`` of a classifier.
 
     Returns:
-        Permutation `[n]`.
+        Permutation ``[n]``.
 
     Example:
         >>> curvature_order(torch.tensor([[0.0, 9.0], [1.0, 0.0], [0.0, 1.0], [9.0, 0.0]]))
@@ -155,11 +158,11 @@ def curvature_order(outputs: Tensor) -> Tensor:
 
 
 def effective_sample_size(weights: Tensor) -> float:
-    """How many equal contributions vary as little as these: `(sum w)^2 / sum w^2`.
+    """How many equal contributions vary as little as these: ``(sum w)^2 / sum w^2``.
 
     Args:
-        weights: Non-negative contributions `[n]`: scores for a uniform draw, or `weights * scores`
-            for a weighted one.
+        weights: Non-negative contributions ``[n]``: scores for a uniform draw, or
+            ``weights * scores`` for a weighted one.
 
     Returns:
         A number between 1 and n.
@@ -173,7 +176,10 @@ def effective_sample_size(weights: Tensor) -> float:
     """
     weights = checked_scores(weights)
     if not weights.sum() > 0:
-        raise ValueError("Expected a positive contribution, got only zeros; check the scores.")
+        raise ValueError(
+            f"Expected a positive contribution, got {len(weights)} zeros. Remedy: pass scores of "
+            "which at least one is positive; a model that is sure of every datum gives none."
+        )
     return float(weights.sum() ** 2 / weights.square().sum())
 
 
@@ -181,7 +187,7 @@ def checked_scores(scores: Tensor) -> Tensor:
     """Raise unless there is one finite, non-negative number per datum.
 
     Args:
-        scores: Scores `[n]`.
+        scores: Scores ``[n]``.
 
     Returns:
         The scores in float64.
@@ -195,7 +201,8 @@ def checked_scores(scores: Tensor) -> Tensor:
     """
     if scores.ndim != 1 or not len(scores):
         raise ValueError(
-            f"Expected scores of shape [n], got {list(scores.shape)}; pass one score per datum."
+            f"Expected scores of shape [n], got {list(scores.shape)}. Remedy: pass one score per "
+            "datum."
         )
     scores = scores.double()
     bad = ~(torch.isfinite(scores) & (scores >= 0))
@@ -203,7 +210,8 @@ def checked_scores(scores: Tensor) -> Tensor:
         first = int(bad.nonzero()[0])
         raise ValueError(
             f"Expected finite, non-negative scores, got {float(scores[first])} for datum {first} "
-            f"and {int(bad.sum())} such scores in all; check the model's outputs for these data."
+            f"and {int(bad.sum())} such scores in all. Remedy: check the model's outputs for "
+            "these data."
         )
     return scores
 
@@ -222,6 +230,6 @@ def check_share(uniform: float) -> None:
     """
     if not 0 <= uniform <= 1:
         raise ValueError(
-            f"Expected the uniform share to lie in [0, 1], got {uniform}; "
-            f"{DEFAULT_SHARE} is a good choice."
+            f"Expected the uniform share to lie in [0, 1], got {uniform}. "
+            f"Remedy: pass a share in between; {DEFAULT_SHARE} is a good choice."
         )

@@ -80,7 +80,7 @@ def evaluate(
         progress_bar: Show a progress bar.
 
     Returns:
-        A `ClassificationReport` or a `RegressionReport`.
+        A ``ClassificationReport`` or a ``RegressionReport``.
 
     Raises:
         EvaluationError: If a loader is empty, or a mini-batch or its predictions are invalid (NaN,

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 from torchmetrics import Metric
 from torchmetrics.classification import BinaryCalibrationError
 from torchmetrics.functional.classification import binary_auroc
@@ -114,8 +115,24 @@ class MeanOverData(Metric):
             return int(self.count)
 
 
+def most_probable(labels: Tensor) -> Tensor:
+    """The class of each label: itself, or the most probable one of a soft label.
+
+    Args:
+        labels: Class indices ``[n]``, or class probabilities ``[n, C]``.
+
+    Returns:
+        Class indices ``[n]``.
+
+    Example:
+        >>> most_probable(torch.tensor([[0.2, 0.8], [0.6, 0.4]]))
+        tensor([1, 0])
+    """
+    return labels.argmax(-1) if labels.is_floating_point() else labels
+
+
 class NLL(MeanOverData):
-    r"""Mean of :math:`-\ell_y`, in nats.
+    r"""Mean of :math:`-\ell_y`, in nats; of :math:`-\sum_c y_c \ell_c` for soft labels.
 
     Example:
         >>> metric = NLL()
@@ -127,13 +144,18 @@ class NLL(MeanOverData):
     higher_is_better = False
 
     def update(self, log_probs: Tensor, labels: Tensor) -> None:
-        """Add data: ``log_probs [n, C]``, ``labels [n]``."""
-        of_label = log_probs.gather(-1, labels[:, None]).squeeze(-1)  # [n]
+        """Add data: ``log_probs [n, C]``, ``labels [n]`` or ``[n, C]``."""
+        if labels.is_floating_point():
+            soft = labels.to(log_probs)
+            terms = torch.where(soft > 0, soft * log_probs, 0)  # a class of no weight may be -inf
+            of_label = terms.sum(-1)
+        else:
+            of_label = log_probs.gather(-1, labels[:, None]).squeeze(-1)  # [n]
         self.add(-of_label, [log_probs])
 
 
 class Accuracy(MeanOverData):
-    """Share of data whose most probable class is the label.
+    """Share of data whose most probable class is the label, or the most probable of a soft one.
 
     Example:
         >>> metric = Accuracy()
@@ -145,12 +167,14 @@ class Accuracy(MeanOverData):
     higher_is_better = True
 
     def update(self, log_probs: Tensor, labels: Tensor) -> None:
-        """Add data: ``log_probs [n, C]``, ``labels [n]``."""
-        self.add((log_probs.argmax(-1) == labels).double(), [log_probs])
+        """Add data: ``log_probs [n, C]``, ``labels [n]`` or ``[n, C]``."""
+        self.add((log_probs.argmax(-1) == most_probable(labels)).double(), [log_probs])
 
 
 class Brier(MeanOverData):
     r"""Mean of :math:`\sum_c (e^{\ell_c} - 1[c = y])^2`, between 0 and 2.
+
+    A soft label takes the place of :math:`1[c = y]`.
 
     Example:
         >>> metric = Brier()
@@ -162,9 +186,10 @@ class Brier(MeanOverData):
     higher_is_better = False
 
     def update(self, log_probs: Tensor, labels: Tensor) -> None:
-        """Add data: ``log_probs [n, C]``, ``labels [n]``."""
-        one_hot = torch.nn.functional.one_hot(labels, log_probs.shape[-1])  # [n, C]
-        self.add((log_probs.exp() - one_hot).square().sum(-1), [log_probs])
+        """Add data: ``log_probs [n, C]``, ``labels [n]`` or ``[n, C]``."""
+        soft = labels.is_floating_point()
+        target = labels if soft else one_hot(labels, log_probs.shape[-1])  # [n, C]
+        self.add((log_probs.exp() - target).square().sum(-1), [log_probs])
 
 
 class MeanEntropy(MeanOverData):
@@ -180,7 +205,7 @@ class MeanEntropy(MeanOverData):
     higher_is_better = None
 
     def update(self, log_probs: Tensor, labels: Tensor) -> None:
-        """Add data: ``log_probs [n, C]``, ``labels [n]``, which do not matter."""
+        """Add data: ``log_probs [n, C]``, ``labels``, which do not matter."""
         self.add(predictive_entropy(log_probs), [log_probs])
 
 
@@ -210,11 +235,11 @@ class ECE(BinaryCalibrationError):
         super().__init__(n_bins=n_bins, norm="l1")
 
     def update(self, log_probs: Tensor, labels: Tensor) -> None:
-        """Add data: ``log_probs [n, C]``, ``labels [n]``."""
+        """Add data: ``log_probs [n, C]``, ``labels [n]`` or ``[n, C]``."""
         log_confidences, classes = log_probs.max(-1)  # NaN if there is one
         # single precision, as in MulticlassCalibrationError: it decides which confidences are 1
         self.confidences.append(log_confidences.exp().clamp(max=1).float())
-        self.accuracies.append((classes == labels).float())
+        self.accuracies.append((classes == most_probable(labels)).float())
 
     def compute(self) -> Tensor:
         """Return the calibration error of all data added so far."""

@@ -63,7 +63,7 @@ def equal_width_bins(confidences: Tensor, correct: Tensor, n_bins: int = 15) -> 
 
     Bin b holds the confidences in ``[b / n_bins, (b + 1) / n_bins)``. torchmetrics puts confidences
     that are exactly 1 into a bin of their own; so does this function, as bin ``n_bins``, if there
-    are any. Hence `ReliabilityBins.calibration_error` equals the ECE.
+    are any. Hence ``ReliabilityBins.calibration_error`` equals the ECE.
 
     Args:
         confidences: Largest class probability of each prediction, ``[N]``, in [0, 1].

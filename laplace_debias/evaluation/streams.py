@@ -84,7 +84,8 @@ class CalibrationMetrics:
 
         Args:
             log_probs: Log-probabilities of the classes, ``[N, C]`` or ``[N, ..., C]``.
-            labels: Class indices, ``[N]`` or ``[N, ...]``.
+            labels: Class indices ``[N]`` or ``[N, ...]``, or class probabilities of the shape of
+                ``log_probs``.
 
         Raises:
             ValueError: If they are not log-probabilities and labels. Nothing was added then.
@@ -98,7 +99,9 @@ class CalibrationMetrics:
         if len(checked) == 0:
             return
         check_targets(labels, log_probs.shape, "classification")
-        labels = labels.detach().flatten().long().to(checked.device)
+        labels = labels.detach().to(checked.device)
+        soft = labels.is_floating_point()
+        labels = labels.flatten(0, -2) if soft else labels.flatten().long()
         self._start(checked)
         for metric in self._metrics.values():
             metric.update(checked, labels)

@@ -1,4 +1,4 @@
-"""The hook-based K-FAC as a laplace-torch backend: pass `backend=HookGGN`."""
+"""The hook-based K-FAC as a laplace-torch backend: pass ``backend=HookGGN``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["HookEF", "HookGGN", "HookInterface"]
 
 
 class HookInterface(CurvatureInterface):
-    """Shared by the two curvatures; all but `kron` is laplace-torch's own."""
+    """Shared by the two curvatures; all but ``kron`` is laplace-torch's own."""
 
     @property
     def fisher(self) -> Fisher:
@@ -57,12 +57,12 @@ class HookInterface(CurvatureInterface):
 
 
 class HookGGN(HookInterface, GGNInterface):
-    """GGN backend whose Kronecker factors come from `laplace_debias.kfac.engine.kfac_factors`.
+    """GGN backend whose Kronecker factors come from ``laplace_debias.kfac.engine.kfac_factors``.
 
     It takes Linear, Conv1d, Conv2d and Conv3d layers with groups, dilation and any padding, frozen
-    parameters, and a weight per datum. With `stochastic=True` one random vector per datum replaces
-    the exact loss Hessian: one backward pass, whatever the number of classes. Everything but
-    `kron` is laplace-torch's `GGNInterface`.
+    parameters, and a weight per datum. With ``stochastic=True`` one random vector per datum
+    replaces the exact loss Hessian: one backward pass, whatever the number of classes. Everything
+    but ``kron`` is laplace-torch's ``GGNInterface``.
 
     Example:
         >>> from laplace import Laplace
@@ -82,7 +82,7 @@ class HookGGN(HookInterface, GGNInterface):
 
 
 class HookEF(HookInterface, EFInterface):
-    """Empirical Fisher backend with Kronecker factors from `kfac_factors`.
+    """Empirical Fisher backend with Kronecker factors from ``kfac_factors``.
 
     Example:
         >>> from torch import nn

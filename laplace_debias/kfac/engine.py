@@ -15,9 +15,7 @@ alone: the data worth backward passes for B need not be those that serve A.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +23,7 @@ from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.reading import check_targets
+from laplace_debias.kfac.cost import FitCost
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox, OutputGram
 from laplace_debias.kfac.row_counts import RowCounter, input_rows, output_rows
@@ -35,43 +34,11 @@ from laplace_debias.network.loss import (
     likelihood_name,
     loss_sum,
 )
-from laplace_debias.network.ownership import KFACLayer, owned_parameters
+from laplace_debias.network.ownership import KFACLayer, OwnedParameter, owned_parameters
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder, check_outputs
 
-__all__ = ["Engine", "FitCost", "kfac_factors"]
-
-
-@dataclass
-class FitCost:
-    """What a fit cost.
-
-    Attributes:
-        forward: Forward passes, one per datum.
-        backward: Backward passes, one per datum and vector.
-        seconds: Wall-clock time by stage.
-    """
-
-    forward: int = 0
-    backward: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time of the block to a stage.
-
-        Example:
-            >>> cost = FitCost()
-            >>> with cost.stage("passes"):
-            ...     pass
-            >>> list(cost.seconds)
-            ['passes']
-        """
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+__all__ = ["Engine", "kfac_factors"]
 
 
 @dataclass
@@ -91,6 +58,8 @@ class Engine:
         embed: Turns a datum's inputs into inputs of ``root`` (features for a last layer).
         params: Parameters that get a block; by default all that require a gradient.
         cost: What all passes so far have cost.
+        reached: Parameters whose layers some datum has reached. A mini-batch that does not reach
+            them tells that they have no curvature there; others are refused.
 
     Raises:
         ValueError: If the model has no trainable parameter, K-FAC cannot represent one, or an
@@ -113,6 +82,7 @@ class Engine:
     embed: Callable[[Inputs], Inputs] | None = None
     params: Iterable[Tensor] | None = None
     cost: FitCost = field(default_factory=FitCost)
+    reached: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Look up who owns the parameters."""
@@ -179,12 +149,12 @@ class Engine:
         count_B = [RowCounter(p.name) for p in self.owned if count_rows and outputs]
         count_A = {p.name: RowCounter(p.name) for p in weights_only if count_rows and inputs}
 
-        def on_input(layer: nn.Module, a: Tensor) -> None:
+        def on_input(layer: nn.Module, geometry: nn.Module, a: Tensor) -> None:
             for gram in listeners.get(layer, ()):
-                if isinstance(layer, KFACLayer):
-                    gram.add(layer, a)
+                if isinstance(geometry, KFACLayer):
+                    gram.add(geometry, a)
                     if count_rows:
-                        new = input_rows(layer, a, self.kfac_approx)
+                        new = input_rows(geometry, a, self.kfac_approx)
                         count_A[gram.name].add(new, to_last=reduce)
             if isinstance(layer, nn.Linear) and layer.in_features >= rows_from:
                 kept = a.to(torch.promote_types(a.dtype, torch.float32), copy=True)
@@ -205,7 +175,7 @@ class Engine:
         return Factors(
             self.names,
             tuple(_total([B[layer] for layer in p.layers]) if B else None for p in self.owned),
-            tuple(grams[p.name].result(n) if p.name in grams else None for p in self.owned),
+            tuple(self._input_factor(p, grams.get(p.name), n) for p in self.owned),
             n,
             C,
             weight=n,
@@ -225,6 +195,10 @@ class Engine:
                 and recorder.calls[p.layers[0]][0].is_output(f)
                 for p in self.owned
             ),
+            n_rows=tuple(
+                grams[p.name].n_rows if p.name in grams and self.kfac_approx == "expand" else n
+                for p in self.owned
+            ),
             row_counts=tuple(
                 (
                     count_B[i].result(n) if outputs else None,
@@ -235,6 +209,17 @@ class Engine:
             if count_rows
             else (),
         )
+
+    def _input_factor(self, p: OwnedParameter, gram: InputGram | None, n: int) -> Tensor | None:
+        """A of a weight, zero if no datum was routed to its layer."""
+        if gram is None:
+            return None
+        if gram.n_rows:
+            return gram.result(n)
+        weight = p.layers[0].weight
+        d_in = weight[0].numel()
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return weight.new_zeros(d_in, d_in, dtype=dtype)
 
     def _outputs(
         self,
@@ -274,19 +259,25 @@ class Engine:
                     for layer in p.layers
                     for g in found[layer]
                 ]
-                for new in parts if self.kfac_approx == "expand" else parts and [sum(parts)]:
+                if parts and self.kfac_approx != "expand":
+                    parts = [sum(parts[1:], parts[0])]
+                for new in parts:
                     counter.add(new)
         return len(V), {layer: gram.result() for layer, gram in grams.items()}
 
     def _check_called(self, recorder: Recorder, outputs: bool) -> None:
-        """Raise if a layer was not called, or called without gradients."""
+        """Raise if a layer was never called so far, or called without gradients."""
+        self.reached |= {
+            p.name for p in self.owned if all(recorder.calls[layer] for layer in p.layers)
+        }
         for p in self.owned:
             for layer in p.layers:
-                if not recorder.calls[layer]:
+                if not recorder.calls[layer] and p.name not in self.reached:
                     raise ValueError(
                         f"Expected the forward pass to call the layer of parameter {p.name}, got "
-                        "no call (it is unused, or its weight is used without it, as in "
-                        "MultiheadAttention). Remedy: freeze it, "
+                        "no call (it is unused, its weight is used without it, as in "
+                        "MultiheadAttention, or no datum of the first mini-batch is routed to it). "
+                        "Remedy: take a larger mini-batch, or freeze it, "
                         f'`model.get_parameter("{p.name}").requires_grad_(False)`.'
                     )
                 if outputs and any(call.edge is None for call in recorder.calls[layer]):

@@ -15,7 +15,8 @@ Conventions (stated here once, used everywhere):
   ``prior_precision = N * beta``.
 * The ``M`` data of a role (directions, curvatures) stand for ``N``: every block, weight or bias, is
   multiplied by ``N / M`` exactly once, on ``B`` (:meth:`Factors.scaled_to`). The mini-batches of
-  one role are first added: ``B`` adds up, ``A`` is averaged with weights ``m / M``.
+  one role are first added: ``B`` adds up, ``A`` is averaged with weights ``m / M`` (where data
+  differ in their numbers of rows, as with routing: by the numbers of rows).
 * Debiased block: with ``A = Q_A diag(lam_A) Q_A^T`` and ``B = Q_B diag(lam_B) Q_B^T`` from the
   directions' data and ``C``, ``D`` the same factors from the curvatures' data,
   ``lam~_A = diag(Q_A^T C Q_A)``, ``lam~_B = diag(Q_B^T D Q_B)``, and the block is
@@ -63,6 +64,8 @@ class Factors:
             is then a sum of loss Hessians, which takes no backward pass; or nothing at all.
         row_counts: For each parameter the rows behind ``B`` and behind ``A`` (``None`` where there
             is no such factor), if they were counted; or nothing at all.
+        n_rows: For each parameter, how much its ``A`` counts when factors are added: the number of
+            rows that were averaged; or nothing at all, then numbers of data decide.
     """
 
     names: tuple[str, ...]
@@ -78,6 +81,7 @@ class Factors:
     rows: tuple[Tensor | None, ...] = ()
     at_output: tuple[bool, ...] = ()
     row_counts: tuple[tuple[RowCount | None, RowCount | None], ...] = ()
+    n_rows: tuple[int, ...] = ()
 
     @classmethod
     def from_blocks(
@@ -183,7 +187,7 @@ class Factors:
             ValueError: If the two do not belong to the same parameters.
         """
         self._check_names(other)
-        return replace(self, A=other.A)
+        return replace(self, A=other.A, n_rows=other.n_rows)
 
     def __add__(self, other: Factors) -> Factors:
         """Factors of the data of both: B, losses and passes added, A averaged by numbers of data.
@@ -197,13 +201,16 @@ class Factors:
             [8.0, 5.0]
         """
         self._check_names(other)
-        share = other.n / (self.n + other.n)
+        ours, theirs = self.n_rows, other.n_rows
+        if not (ours and theirs):  # rows of one only: count data, which both know
+            ours, theirs = ((each.n,) * len(self.names) for each in (self, other))
+        shares = [b / max(a + b, 1) for a, b in zip(ours, theirs, strict=True)]
         return Factors(
             self.names,
             tuple(_both(one, two, torch.add) for one, two in zip(self.B, other.B, strict=True)),
             tuple(
-                _both(one, two, lambda a, b: a.lerp(b, share))
-                for one, two in zip(self.A, other.A, strict=True)
+                None if one is None or two is None else one.lerp(two, share)
+                for one, two, share in zip(self.A, other.A, shares, strict=True)
             ),
             self.n + other.n,
             self.n_outputs,
@@ -220,6 +227,7 @@ class Factors:
                 (_both(B, D, add), _both(A, C, add))
                 for (B, A), (D, C) in zip(self.row_counts, other.row_counts, strict=False)
             ),
+            tuple(a + b for a, b in zip(self.n_rows, other.n_rows, strict=False)),
         )
 
     def _check_names(self, other: Factors) -> None:

@@ -57,15 +57,15 @@ _HALVE_ABOVE = 384
 
 
 def add_gram_(out: Tensor, rows: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> None:
-    """Set the lower triangle of `out` to `beta * out + alpha * rows^T rows`.
+    """Set the lower triangle of ``out`` to ``beta * out + alpha * rows^T rows``.
 
     The matrix is split into halves recursively: the two diagonal blocks, and the block below them.
-    Large Gram matrices so cost little more than half of the full product. Above the diagonal `out`
-    is undefined until `mirror_`.
+    Large Gram matrices so cost little more than half of the full product. Above the diagonal
+    ``out`` is undefined until ``mirror_``.
 
     Args:
-        out: Square matrix `[d, d]`, changed in place.
-        rows: Matrix `[r, d]`, of any strides.
+        out: Square matrix ``[d, d]``, changed in place.
+        rows: Matrix ``[r, d]``, of any strides.
         alpha: Factor of the product.
         beta: Factor of what was there before; with 0 it may be uninitialised.
 
@@ -86,10 +86,10 @@ def add_gram_(out: Tensor, rows: Tensor, *, alpha: float = 1.0, beta: float = 1.
 
 
 def mirror_(out: Tensor) -> Tensor:
-    """Complete in place what `add_gram_` has built, block by block.
+    """Complete in place what ``add_gram_`` has built, block by block.
 
     Args:
-        out: Square matrix `[d, d]` from `add_gram_`.
+        out: Square matrix ``[d, d]`` from ``add_gram_``.
 
     Returns:
         The same matrix, symmetric.
@@ -110,14 +110,14 @@ def mirror_(out: Tensor) -> Tensor:
 
 
 def input_mean(layer: KFACLayer, x: Tensor) -> tuple[Tensor, int]:
-    """Mean over data and positions of `a a^T` of a layer's input rows, and the number of rows.
+    """Mean over data and positions of ``a a^T`` of a layer's input rows, and the number of rows.
 
     Args:
-        layer: `Linear`, `Conv1d`, `Conv2d` or `Conv3d`.
-        x: The layer's input: `[n, ..., d_in]`, or `[n, C_in, *spatial]`.
+        layer: ``Linear``, ``Conv1d``, ``Conv2d`` or ``Conv3d``.
+        x: The layer's input: ``[n, ..., d_in]``, or ``[n, C_in, *spatial]``.
 
     Returns:
-        A, `[d_in, d_in]`, in at least single precision, and the number of rows.
+        A, ``[d_in, d_in]``, in at least single precision, and the number of rows.
 
     Example:
         >>> input_mean(nn.Linear(2, 1), 2 * torch.ones(2, 4, 2))
@@ -152,12 +152,12 @@ def input_mean(layer: KFACLayer, x: Tensor) -> tuple[Tensor, int]:
 
 
 def add_gradient_gram_(out: Tensor, layer: KFACLayer, g: Tensor) -> None:
-    """Add the sum over data and positions of `g g^T`, to be completed by `mirror_`.
+    """Add the sum over data and positions of ``g g^T``, to be completed by ``mirror_``.
 
     Args:
-        out: B so far, `[d_out, d_out]`, changed in place.
-        layer: `Linear`, `Conv1d`, `Conv2d` or `Conv3d`.
-        g: Gradients of the layer's output, `[n, ..., d_out]` or `[n, d_out, *positions]`.
+        out: B so far, ``[d_out, d_out]``, changed in place.
+        layer: ``Linear``, ``Conv1d``, ``Conv2d`` or ``Conv3d``.
+        g: Gradients of the layer's output, ``[n, ..., d_out]`` or ``[n, d_out, *positions]``.
 
     Example:
         >>> B = torch.zeros(2, 2)
@@ -194,13 +194,20 @@ class InputGram:
 
     def add(self, layer: KFACLayer, a: Tensor) -> None:
         """Add a call: ``a [n, ..., d_in]`` of a linear layer or ``[n, C_in, *spatial]``."""
+        if not a.numel():  # no datum was routed here
+            return
         if self.approx == "reduce":
             self._sums.append(_input_sum(layer, a))
         else:
             self._means.append(input_mean(layer, a))
 
+    @property
+    def n_rows(self) -> int:
+        """Number of rows that were averaged."""
+        return sum(count for _, count in self._means) + sum(count for _, count in self._sums)
+
     def result(self, n: int) -> Tensor:
-        """A, ``[d_in, d_in]``, of the n data that passed."""
+        """A, ``[d_in, d_in]``, of the n data that passed, if there were rows."""
         if self.approx == "reduce":
             for total, _ in self._sums:
                 check_datum(len(total), n, self.name)

@@ -1,18 +1,19 @@
 r"""Input factor of a convolution from products of shifted images, without unfolding.
 
-A convolution's patch at position `t` holds the pixels `x[stride t + o_u]`, with `o_u = dilation u -
-padding`, for the offsets `u` of its kernel. Write `o_u = stride q_u + r_u` and let `x_r` be every
-stride-th pixel from the r-th on. The block of A for two offsets is then a correlation::
+A convolution's patch at position ``t`` holds the pixels ``x[stride t + o_u]``, with
+``o_u = dilation u - padding``, for the offsets ``u`` of its kernel. Write
+``o_u = stride q_u + r_u`` and let ``x_r`` be every stride-th pixel from the r-th on. The block of A
+for two offsets is then a correlation::
 
     A[u, v] = sum_t x[stride t + o_u] x[stride t + o_v]^T
             = sum_{p in box_u} x_r[p] x_r'[p + q_v - q_u]^T     box_u = q_u + all positions t
 
-Pairs with the same `v - u` and the same phase `r_u` sum the same products over boxes that differ
-at their borders only. So the boxes are cut into pieces which they share (a long one in the middle,
-short ones at either end, along each dimension), and each product is formed once: for a kernel of
-3x3 with stride 1 there are 25 different shifts instead of 81 pairs, and 13 instead of 45 as A is
-symmetric. Nothing is subtracted, so A is as accurate as by unfolding; products with zeros of the
-padding are left out.
+Pairs with the same ``v - u`` and the same phase ``r_u`` sum the same products over boxes that
+differ at their borders only. So the boxes are cut into pieces which they share (a long one in the
+middle, short ones at either end, along each dimension), and each product is formed once: for a
+kernel of 3x3 with stride 1 there are 25 different shifts instead of 81 pairs, and 13 instead of 45
+as A is symmetric. Nothing is subtracted, so A is as accurate as by unfolding; products with zeros
+of the padding are left out.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ _MAX_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Shift:
-    """Pairs of kernel offsets `(u, u + delta)` along one dimension that share their products.
+    """Pairs of kernel offsets ``(u, u + delta)`` along one dimension that share their products.
 
     Attributes:
         delta: Difference of the two offsets.
         phases: First pixel of the two subsampled images.
         shift: How many of their pixels lie between the two factors of a product.
-        pieces: Ranges `(start, stop)` of pixels of the first image, None where all products vanish.
+        pieces: Ranges ``(start, stop)`` of pixels of the first image, None where all products
+            vanish.
         boxes: For each u the numbers of the pieces to sum.
     """
 
@@ -56,7 +58,7 @@ class Shift:
 
 
 def shifts(size: int, k: int, dilation: int, pad: Segment, stride: int) -> list[Shift]:
-    """Group the pairs of offsets of a kernel along one dimension, described as in `n_positions`.
+    """Group the pairs of offsets of a kernel along one dimension, described as in ``n_positions``.
 
     Returns:
         The groups, in which every pair of offsets occurs once.
@@ -96,7 +98,7 @@ def saves_work(
     """Whether shifted products apply, and are faster than unfolding.
 
     Args:
-        x: Image `[n, c, *sizes]`.
+        x: Image ``[n, c, *sizes]``.
         kernel: Sizes of the kernel.
         dilation: Its dilation.
         pads: Zeros before and after the image, per dimension.
@@ -131,10 +133,10 @@ def shifted_gram(
     *,
     slice_bytes: int,
 ) -> Tensor:
-    """Sum of `a a^T` over all patches of a convolution.
+    """Sum of ``a a^T`` over all patches of a convolution.
 
     Args:
-        x: Image `[n, c, *sizes]` in one or two dimensions.
+        x: Image ``[n, c, *sizes]`` in one or two dimensions.
         kernel: Sizes of the kernel.
         dilation: Its dilation.
         pads: Zeros before and after the image, per dimension.
@@ -142,7 +144,7 @@ def shifted_gram(
         slice_bytes: Size up to which copies of the image are held at once.
 
     Returns:
-        Matrix `[c * k, c * k]`, k the kernel's number of pixels.
+        Matrix ``[c * k, c * k]``, k the kernel's number of pixels.
 
     Example:
         >>> import torch
@@ -195,14 +197,14 @@ def _empty_products(x: Tensor, row: Shift, column: Shift) -> dict[tuple[int, int
 
 
 class _Images:
-    """Images `[n, c, H, W]`, of which ranges of columns are copied once."""
+    """Images ``[n, c, H, W]``, of which ranges of columns are copied once."""
 
     def __init__(self, x: Tensor, stride: Sequence[int]) -> None:
         self.x, self.stride = x.permute(1, 2, 0, 3), stride
         self.copies: dict[tuple[int, int, int, int], Tensor] = {}
 
     def part(self, phases: tuple[int, int], rows: Segment, columns: Segment) -> Tensor:
-        """Channels `[c, pixels]` of a box of every stride-th pixel."""
+        """Channels ``[c, pixels]`` of a box of every stride-th pixel."""
         key = (*phases, *columns)
         if key not in self.copies:
             subsampled = self.x[:, phases[0] :: self.stride[0], :, phases[1] :: self.stride[1]]

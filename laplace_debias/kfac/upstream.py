@@ -10,17 +10,18 @@ are on another scale; they are passed on as they are.
 from __future__ import annotations
 
 import warnings
+from collections.abc import MutableMapping
 from dataclasses import replace
 from typing import Any
 
-from laplace.curvature import BackPackGGN, CurvatureInterface, EFInterface
+from laplace.curvature import BackPackGGN, BackPackInterface, CurvatureInterface, EFInterface
 from laplace.curvature.asdl import AsdlInterface
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.reading import check_targets
 from laplace_debias.kfac.backend import HookGGN, HookInterface
-from laplace_debias.kfac.engine import FitCost
+from laplace_debias.kfac.cost import FitCost
 from laplace_debias.kfac.factors import Block, Factors
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.ownership import KFAC_TYPES, kfac_layers
@@ -81,8 +82,9 @@ def choose_backend(
     ]
     if refused:
         raise ValueError(
-            f"{backend.__name__} expected convolutions without dilation, groups or named padding, "
-            f"got {', '.join(refused)}. Remedy: leave `backend` out, or pass `CurvlinopsGGN`."
+            "Expected convolutions without dilation, groups or named padding for "
+            f"{backend.__name__}, got {', '.join(refused)}. Remedy: leave `backend` out, or pass "
+            "`CurvlinopsGGN`."
         )
     return backend
 
@@ -139,6 +141,7 @@ class BackendEngine:
         ]
         self._backend = backend(model, self.likelihood, **(backend_kwargs or {}))
         self._asdl = issubclass(backend, AsdlInterface)
+        self._backpack = issubclass(backend, BackPackInterface)
 
     def factors(self, X: Inputs, y: Tensor) -> Factors:
         """Factors of one mini-batch.
@@ -154,6 +157,12 @@ class BackendEngine:
         Raises:
             ValueError: If targets do not fit, a layer is never called, or blocks are missing.
         """
+        if self._backpack and isinstance(X, MutableMapping):
+            raise ValueError(
+                f"Expected mini-batches `(X, y)` of tensors with {type(self._backend).__name__}, "
+                "which extends modules that take a tensor, got a mapping. Remedy: leave `backend` "
+                "out, or use an ASDL or curvlinops backend."
+            )
         n = len(y)
         recorder = Recorder([self.model, *self._layers.values()], edges=False)
         with self.cost.stage("passes"), warnings.catch_warnings():

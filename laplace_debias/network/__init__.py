@@ -12,6 +12,7 @@ from laplace_debias.network.loss import (
     sampled_hessian_root,
     softmax_hessian_root,
 )
+from laplace_debias.network.model_check import LayerCheck, ModelCheck, check_model
 from laplace_debias.network.ownership import (
     KFAC_TYPES,
     KFACLayer,
@@ -26,10 +27,13 @@ __all__ = [
     "Fisher",
     "KFACLayer",
     "KFAC_TYPES",
+    "LayerCheck",
     "Likelihood",
+    "ModelCheck",
     "SAMPLERS",
     "Sampler",
     "backward_vectors",
+    "check_model",
     "check_supported",
     "curvature_scores",
     "evaluation_mode",

@@ -1,7 +1,7 @@
 """The loss as a function of the network's outputs: its sum, its Hessian, and roots of the Hessian.
 
-Classification is the softmax cross-entropy, with the Hessian `diag(p) - p p^T` per datum.
-Regression is half the squared error, with the Hessian `I`.
+Classification is the softmax cross-entropy, with the Hessian ``diag(p) - p p^T`` per datum, also
+for soft labels that sum to one. Regression is half the squared error, with the Hessian ``I``.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ SAMPLERS: tuple[Sampler, ...] = ("trace", "label")
 
 
 def likelihood_name(likelihood: Any) -> Likelihood:
-    """The name of a likelihood, from a string or laplace-torch's enum.
+    """The likelihood of the training data, from a string or laplace-torch's enum.
 
     Args:
-        likelihood: ``"classification"``, ``"regression"``, or an enum member of that value.
+        likelihood: ``"classification"``, ``"regression"``, ``"reward_modeling"``, or an enum
+            member of that value.
 
     Returns:
-        The name.
+        The name. A reward model is fitted to pairs of inputs of which one is preferred: a
+        classification with one logit for each of the two.
 
     Raises:
         ValueError: For any other likelihood.
@@ -52,31 +54,37 @@ def likelihood_name(likelihood: Any) -> Likelihood:
     Example:
         >>> likelihood_name("regression")
         'regression'
+        >>> likelihood_name("reward_modeling")
+        'classification'
     """
-    names: dict[Any, Likelihood] = {"classification": "classification", "regression": "regression"}
+    names: dict[Any, Likelihood] = {
+        "classification": "classification",
+        "regression": "regression",
+        "reward_modeling": "classification",
+    }
     name = getattr(likelihood, "value", likelihood)
     if name not in names:
         raise ValueError(
-            f"Expected likelihood 'classification' or 'regression', got {likelihood!r}. Remedy: "
-            "use `debias=False` for other likelihoods."
+            "Expected likelihood 'classification', 'regression' or 'reward_modeling', got "
+            f"{likelihood!r}. Remedy: use `debias=False` for other likelihoods."
         )
     return names[name]
 
 
 def softmax_hessian_root(logits: Tensor) -> Tensor:
-    r"""Root of the softmax Hessian with C - 1 columns, `S S^T = diag(p) - p p^T`.
+    r"""Root of the softmax Hessian with C - 1 columns, ``S S^T = diag(p) - p p^T``.
 
-    With `s = sqrt(p)` the Hessian is `diag(s) (I - s s^T) diag(s)`. The Householder reflection
-    that maps the last unit vector to `-s` has in its other C - 1 columns an orthonormal basis of
-    the complement of `s`::
+    With ``s = sqrt(p)`` the Hessian is ``diag(s) (I - s s^T) diag(s)``. The Householder reflection
+    that maps the last unit vector to ``-s`` has in its other C - 1 columns an orthonormal basis of
+    the complement of ``s``::
 
         S[i, j] = s_i (delta_ij - s_i s_j / (1 + s_C))   for i < C,      S[C, j] = -s_C s_j
 
     Args:
-        logits: Network outputs `[n, C]`.
+        logits: Network outputs ``[n, C]``.
 
     Returns:
-        Roots `[n, C, C - 1]`.
+        Roots ``[n, C, C - 1]``.
 
     Example:
         >>> p = torch.tensor([[0.2, 0.3, 0.5]])
@@ -117,7 +125,7 @@ def sampled_hessian_root(
         sampler: ``"trace"`` or ``"label"``.
 
     Returns:
-        Vectors `[n, C, 1]`.
+        Vectors ``[n, C, 1]``.
 
     Example:
         >>> v = sampled_hessian_root(torch.tensor([[0.2, 0.3, 0.5]]).log(), "classification")
@@ -153,15 +161,15 @@ def mean_loss_hessian(outputs: Tensor, likelihood: str) -> Tensor:
     """Mean over data of the loss Hessian: B of a layer whose output is the network's output.
 
     In double precision: adding one number to all logits changes no loss, so the Hessian has a zero
-    eigenvalue, but `diag(p)` and `p p^T` nearly cancel where the network is sure. Single precision
-    would leave a curvature there that outweighs a small prior precision.
+    eigenvalue, but ``diag(p)`` and ``p p^T`` nearly cancel where the network is sure. Single
+    precision would leave a curvature there that outweighs a small prior precision.
 
     Args:
-        outputs: Network outputs `[n, C]`.
-        likelihood: `"classification"` or `"regression"`.
+        outputs: Network outputs ``[n, C]``.
+        likelihood: ``"classification"`` or ``"regression"``.
 
     Returns:
-        `mean_n diag(p_n) - p_n p_n^T`, or the identity; `[C, C]`, in float64.
+        ``mean_n diag(p_n) - p_n p_n^T``, or the identity; ``[C, C]``, in float64.
 
     Example:
         >>> mean_loss_hessian(torch.zeros(5, 2), "classification")
@@ -225,7 +233,9 @@ def backward_vectors(
     elif y is None:
         raise ValueError("Expected targets for the empirical Fisher, got None. Remedy: pass `y`.")
     elif likelihood == "classification":
-        root = (wide.softmax(-1) - F.one_hot(y, f.shape[1]))[:, :, None]
+        soft = y.is_floating_point()
+        target = y.to(wide) if soft else F.one_hot(y.long(), f.shape[1])  # [n, C]
+        root = (wide.softmax(-1) - target)[:, :, None]
     else:
         root = (2**0.5 * (wide - y))[:, :, None]  # laplace-torch: half of (2 r) (2 r)^T
     if weights is not None:
@@ -252,10 +262,10 @@ def loss_sum(f: Tensor, y: Tensor, likelihood: str, weights: Tensor | None = Non
     """Weighted sum over data of the cross-entropy or half the squared error.
 
     Args:
-        f: Network outputs `[n, C]`.
-        y: Targets, `[n]` class indices or `[n, C]` values.
-        likelihood: `"classification"` or `"regression"`.
-        weights: Weight `[n]` of each datum; by default 1.
+        f: Network outputs ``[n, C]``.
+        y: Targets, ``[n]`` class indices, ``[n, C]`` class probabilities or ``[n, C]`` values.
+        likelihood: ``"classification"`` or ``"regression"``.
+        weights: Weight ``[n]`` of each datum; by default 1.
 
     Returns:
         A scalar, in at least single precision.
@@ -266,7 +276,8 @@ def loss_sum(f: Tensor, y: Tensor, likelihood: str, weights: Tensor | None = Non
     """
     f = f.to(torch.promote_types(f.dtype, torch.float32))
     if likelihood == "classification":
-        losses = F.cross_entropy(f, y, reduction="none")
+        target = y.to(f) if y.is_floating_point() else y.long()
+        losses = F.cross_entropy(f, target, reduction="none")
     else:
         losses = 0.5 * (f - y).square().sum(1)
     return losses.sum() if weights is None else losses @ weights.to(losses)
@@ -276,12 +287,12 @@ def curvature_scores(outputs: Tensor, likelihood: str = "classification") -> Ten
     """Trace of each datum's output Hessian.
 
     Args:
-        outputs: Network outputs `[n, C]`.
-        likelihood: `"classification"` gives `1 - sum_c p_c^2`; `"regression"`, where the Hessian
-            is constant, gives the same score to all data, so that they are drawn uniformly.
+        outputs: Network outputs ``[n, C]``.
+        likelihood: ``"classification"`` gives ``1 - sum_c p_c^2``; ``"regression"``, where the
+            Hessian is constant, gives the same score to all data, so that they are drawn uniformly.
 
     Returns:
-        Scores `[n]` in float64.
+        Scores ``[n]`` in float64.
 
     Raises:
         ValueError: For an unknown likelihood.
@@ -294,8 +305,8 @@ def curvature_scores(outputs: Tensor, likelihood: str = "classification") -> Ten
         return torch.ones(len(outputs), dtype=torch.float64, device=outputs.device)
     if likelihood != "classification":
         raise ValueError(
-            f"Expected likelihood 'classification' or 'regression', got {likelihood!r}; pass "
-            f"scores of your own for others."
+            f"Expected likelihood 'classification' or 'regression', got {likelihood!r}. "
+            "Remedy: pass one of them, or scores of your own for others."
         )
     log_p = outputs.double().log_softmax(-1)
     return -(log_p.exp() * log_p.expm1()).sum(-1)  # sum_c p_c (1 - p_c) without cancellation

@@ -8,6 +8,7 @@ from typing import NamedTuple, get_args
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from laplace_debias.network.products import has_own_forward
 from laplace_debias.network.unfold import Conv
 
 __all__ = [
@@ -132,13 +133,7 @@ def is_ordinary(module: nn.Module) -> bool:
         >>> is_ordinary(nn.Linear(2, 1)), is_ordinary(nn.Tanh())
         (True, False)
     """
-    if "forward" in vars(module):
-        return False
-    cls = type(module)
-    if isinstance(module, nn.Conv2d):
-        own = getattr(cls, "_conv_forward", None)
-        return cls.forward is nn.Conv2d.forward and own is nn.Conv2d._conv_forward
-    return isinstance(module, nn.Linear) and cls.forward is nn.Linear.forward
+    return isinstance(module, nn.Linear | nn.Conv2d) and not has_own_forward(module)
 
 
 def kfac_layers(
@@ -267,7 +262,8 @@ def check_supported(model: nn.Module, types: tuple[type[nn.Module], ...] = KFAC_
             f"Expected trainable parameters in {known} layers only, because K-FAC represents no "
             f"other; got trainable parameters in {', '.join(listed)}. Remedy: freeze them with "
             "`laplace_debias.freeze_unsupported(model)`; they keep their trained value and are "
-            "treated as certain."
+            "treated as certain. A parametrised weight becomes an ordinary one by "
+            "`torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')`."
         )
 
 

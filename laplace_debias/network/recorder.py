@@ -3,7 +3,9 @@
 An edge of the graph, not the output tensor, marks where a gradient is read: an in-place activation
 would move the tensor on. An output that is a view (a linear layer over tokens) is replaced by a
 copy of itself, because an in-place activation on a view rewrites the graph behind the edge, and
-every gradient there would be zero.
+every gradient there would be zero. The hooks run before the user's own, which may change a layer's
+output. A layer with a ``forward`` of its own (a convolution that pads its input itself) is looked
+into: if it multiplies its very weight with something, that product is what is recorded.
 
 Hooks sit on modules, which threads share. So a recorder listens to the thread that records, and
 to no other.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -22,6 +24,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from laplace_debias.network.products import Products, has_products
 
 __all__ = ["LayerCall", "Recorder", "check_outputs", "count_uses"]
 
@@ -39,6 +43,8 @@ class LayerCall:
         edge: The place in the graph at which the gradient of the output is read, or ``None`` if the
             layer ran without gradients.
         output: The output, as long as somebody else holds it, with its version.
+        geometry: A layer of the kernel, stride and padding that were used: the layer itself, but
+            for one that pads its input itself.
     """
 
     module: nn.Module
@@ -48,6 +54,7 @@ class LayerCall:
     version: int
     edge: GradientEdge | None
     output: tuple[ref[Tensor], int]
+    geometry: nn.Module
 
     def is_output(self, f: Tensor) -> bool:
         """Whether the network's output ``f`` is this very output, unchanged."""
@@ -61,7 +68,7 @@ class LayerCall:
     @property
     def d_out(self) -> int:
         """Number of outputs (channels) of a linear layer or convolution at each position."""
-        return self.module.get_parameter("weight").shape[0]
+        return self.shape[-1] if isinstance(self.module, nn.Linear) else self.shape[1]
 
     @property
     def kept_input(self) -> Tensor:
@@ -83,8 +90,9 @@ class Recorder:
 
     Args:
         layers: The layers to record.
-        on_input: Called with every layer and its input, when the layer is called: what it computes
-            cannot be spoilt by later in-place operations, and the input need not be kept.
+        on_input: Called with every layer, its geometry and its input, when the layer is called:
+            what it computes cannot be spoilt by later in-place operations, and the input need not
+            be kept.
         keep_inputs: Whether the calls keep their inputs.
         keep_graph: Keep these inputs attached, to differentiate through them.
         edges: Whether to record where gradients are read; without, the graph is left untouched.
@@ -105,7 +113,7 @@ class Recorder:
         self,
         layers: Iterable[nn.Module],
         *,
-        on_input: Callable[[nn.Module, Tensor], None] | None = None,
+        on_input: Callable[[nn.Module, nn.Module, Tensor], None] | None = None,
         keep_inputs: bool = False,
         keep_graph: bool = False,
         edges: bool = True,
@@ -113,11 +121,16 @@ class Recorder:
         self.calls: dict[nn.Module, list[LayerCall]] = {layer: [] for layer in layers}
         self._on_input = on_input
         self._keep_inputs, self._keep_graph, self._edges = keep_inputs, keep_graph, edges
+        self._inside: list[tuple[Products, ExitStack]] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Install the hooks, and remove them at the end."""
         recording = threading.get_ident()
+
+        def look_inside(layer: nn.Module, _: tuple[Any, ...]) -> None:
+            if threading.get_ident() == recording:
+                self._look_inside(layer)
 
         def hook(layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> Tensor | None:
             # another thread may see a hook that is being removed, without its keyword arguments
@@ -126,19 +139,49 @@ class Recorder:
             kwargs, output = rest
             return self._record(layer, args, kwargs, output)
 
-        handles = [layer.register_forward_hook(hook, with_kwargs=True) for layer in self.calls]
+        handles = []
+        for layer in self.calls:
+            if self._edges and has_products(layer):
+                handles.append(layer.register_forward_pre_hook(look_inside))
+            handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+            while self._inside:  # a forward pass that raised
+                self._inside.pop()[1].close()
+
+    def _look_inside(self, layer: nn.Module) -> None:
+        mode, stack = Products(layer, self.add), ExitStack()
+        stack.enter_context(mode)
+        self._inside.append((mode, stack))
 
     def _record(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> Tensor | None:
+        if self._inside and self._inside[-1][0].layer is layer:
+            mode, stack = self._inside.pop()
+            stack.close()
+            if mode.found:
+                return None
         if not isinstance(output, Tensor):
             return None
-        a = args[0] if args else kwargs.get("input")
+        replaced = self.add(layer, layer, args[0] if args else kwargs.get("input"), output)
+        return None if replaced is output else replaced
+
+    def add(self, layer: nn.Module, geometry: nn.Module, a: Any, output: Tensor) -> Tensor:
+        """Record a call of a layer.
+
+        Args:
+            layer: The layer.
+            geometry: A layer of the kernel, stride and padding that were used.
+            a: Its input.
+            output: Its output.
+
+        Returns:
+            The output, or what has to take its place.
+        """
         attached = self._edges and output.requires_grad
         replaced = output.clone() if attached and output._is_view() else output
         edge = get_gradient_edge(replaced) if attached else None
@@ -146,15 +189,15 @@ class Recorder:
         if isinstance(a, Tensor):
             if self._on_input is not None:
                 with torch.no_grad():
-                    self._on_input(layer, a)
+                    self._on_input(layer, geometry, a)
             if self._keep_inputs:
                 kept = a if self._keep_graph else a.detach()
                 version = kept._version
         end = (ref(replaced), replaced._version)
         self.calls[layer].append(
-            LayerCall(layer, kept, replaced.shape, replaced.dtype, version, edge, end)
+            LayerCall(layer, kept, replaced.shape, replaced.dtype, version, edge, end, geometry)
         )
-        return None if replaced is output else replaced
+        return replaced
 
 
 def check_outputs(f: Any) -> Tensor:

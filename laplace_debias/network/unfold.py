@@ -49,10 +49,10 @@ def conv_padding(layer: Conv) -> list[tuple[int, int]]:
     """Padding of a convolution before and after each spatial dimension.
 
     Args:
-        layer: `Conv1d`, `Conv2d` or `Conv3d` with numeric, `"same"` or `"valid"` padding.
+        layer: ``Conv1d``, ``Conv2d`` or ``Conv3d`` with numeric, ``"same"`` or ``"valid"`` padding.
 
     Returns:
-        `(before, after)` per dimension.
+        ``(before, after)`` per dimension.
 
     Example:
         >>> conv_padding(nn.Conv2d(1, 1, (4, 3), padding="same"))
@@ -70,11 +70,11 @@ def conv_image(layer: Conv, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
     """The image that a convolution runs over: groups averaged, padded unless with zeros.
 
     Args:
-        layer: `Conv1d`, `Conv2d` or `Conv3d` with any padding and groups.
-        x: Its input `[n, C_in, *spatial]`.
+        layer: ``Conv1d``, ``Conv2d`` or ``Conv3d`` with any padding and groups.
+        x: Its input ``[n, C_in, *spatial]``.
 
     Returns:
-        Image `[n, C_in / groups, *sizes]`, and the zeros still to be put before and after each
+        Image ``[n, C_in / groups, *sizes]``, and the zeros still to be put before and after each
         dimension.
 
     Example:
@@ -96,11 +96,11 @@ def conv_windows(layer: Conv, x: Tensor) -> Tensor:
     """All patches that a convolution sees in an image, as a view.
 
     Args:
-        layer: `Conv1d`, `Conv2d` or `Conv3d` with any stride and dilation.
-        x: Image `[n, c, *sizes]`, padding included.
+        layer: ``Conv1d``, ``Conv2d`` or ``Conv3d`` with any stride and dilation.
+        x: Image ``[n, c, *sizes]``, padding included.
 
     Returns:
-        View `[n, *positions, c, *kernel_size]`.
+        View ``[n, *positions, c, *kernel_size]``.
 
     Example:
         >>> import torch

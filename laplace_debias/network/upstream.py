@@ -18,6 +18,8 @@ from laplace.lllaplace import LLLaplace
 from laplace.utils import FeatureExtractor, Kron, KronDecomposed
 from torch import Tensor, nn
 
+from laplace_debias.data.inputs import Keys
+
 __all__ = [
     "PrivateProtocol",
     "backend_of",
@@ -32,6 +34,7 @@ __all__ = [
     "last_layer_of",
     "last_layer_name",
     "posterior_params",
+    "row_keys",
     "unchecked_prior",
 ]
 
@@ -195,6 +198,24 @@ def posterior_params(la: KronLaplace) -> list[Tensor]:
     if not isinstance(la.H, KronDecomposed) or len(params) == len(la.H):
         return params
     return [p for p in params if p.requires_grad]
+
+
+def row_keys(la: BaseLaplace) -> Keys:
+    """Which entries of inputs that are mappings run over the data.
+
+    Args:
+        la: A Laplace approximation, ours or laplace-torch's.
+
+    Returns:
+        What the user named, with the targets; or laplace-torch's one key of the inputs.
+
+    Example:
+        >>> from laplace import Laplace
+        >>> row_keys(Laplace(nn.Linear(2, 1), "regression", dict_key_x="x"))
+        'x'
+    """
+    keys = getattr(la, "data_keys", None)
+    return la.dict_key_x if keys is None else (*keys, la.dict_key_y)
 
 
 class PrivateProtocol:

@@ -1,4 +1,4 @@
-"""Results in, matplotlib axes out; needs the extra `plots`."""
+"""Results in, matplotlib axes out; needs the extra ``plots``."""
 
 from laplace_debias.plots.evaluation import plot_comparison, plot_reliability, plot_runtimes
 from laplace_debias.plots.quadratics import (

@@ -65,7 +65,7 @@ def plot_comparison(
     the largest.
 
     Args:
-        result: What `compare` returned.
+        result: What ``compare`` returned.
         metrics: One panel each.
         axes: Where to draw, one per metric; a new figure if not given.
 

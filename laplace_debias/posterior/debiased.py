@@ -9,13 +9,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from laplace.baselaplace import KronLaplace
 from laplace.lllaplace import LLLaplace
 from laplace.utils import Kron
-from laplace.utils.enums import TuningMethod
+from laplace.utils.enums import Likelihood, TuningMethod
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
@@ -29,7 +30,8 @@ from laplace_debias.debias.spectrum import FitResult, rebuild
 from laplace_debias.debias.two_batch import FactorEngine, fit_single, fit_two_batch
 from laplace_debias.evaluation.grid_search import Loss, gridsearch_prior_precision
 from laplace_debias.kfac.backend import HookEF, HookGGN, HookInterface
-from laplace_debias.kfac.engine import Engine, FitCost
+from laplace_debias.kfac.cost import FitCost
+from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
 from laplace_debias.kfac.upstream import BackendEngine, choose_backend, supported_types
 from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
@@ -42,62 +44,18 @@ from laplace_debias.network.upstream import (
     dtype_of,
     is_last_layer,
     posterior_params,
+    row_keys,
     unchecked_prior,
 )
+from laplace_debias.network.verify import verify_last_layer, verify_layers
+from laplace_debias.posterior.checks import check_prior_precision, debias_mode
 from laplace_debias.posterior.state import load_state, save_state
 from laplace_debias.predictive.links import mean_log_probabilities
 from laplace_debias.predictive.network_samples import network_samples
 from laplace_debias.predictive.predictions import Prediction, glm_predictions
 from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
 
-__all__ = ["DebiasedPosterior", "check_prior_precision"]
-
-
-def check_prior_precision(value: float | Tensor) -> None:
-    """Raise unless a prior precision is positive and finite.
-
-    Args:
-        value: One number or several.
-
-    Raises:
-        ValueError: If one is not.
-
-    Example:
-        >>> check_prior_precision(1.0)
-    """
-    given = torch.as_tensor(value).detach()
-    if not bool((torch.isfinite(given) & (given > 0)).all()):
-        raise ValueError(
-            f"Expected a positive, finite prior precision, got {value}. Remedy: pass e.g. 1.0."
-        )
-
-
-def debias_mode(debias: bool | str) -> str:
-    """The name of a debiasing method.
-
-    Args:
-        debias: ``True`` or ``"two-batch"``, ``"crossfit"``, or ``"single"``.
-
-    Returns:
-        ``"two-batch"``, ``"crossfit"`` or ``"single"``.
-
-    Raises:
-        ValueError: For anything else.
-
-    Example:
-        >>> debias_mode(True)
-        'two-batch'
-    """
-    if debias is True:
-        return TWO_BATCH
-    if isinstance(debias, str) and debias in (TWO_BATCH, SINGLE, CROSSFIT):
-        return debias
-    raise ValueError(
-        "Expected `debias` to be True or 'two-batch' (directions from one mini-batch, curvatures "
-        "from another), 'crossfit' (directions from all data drawn, curvatures from folds that "
-        "did not choose them), 'single' (one mini-batch for both, biased) or False "
-        f"(laplace-torch's own class), got {debias!r}. Remedy: `Laplace(model, ..., debias=True)`."
-    )
+__all__ = ["DebiasedPosterior"]
 
 
 class DebiasedPosterior(PrivateProtocol):
@@ -116,6 +74,10 @@ class DebiasedPosterior(PrivateProtocol):
         predictive_method: How ``la(x)`` gets its moments: ``"exact"``, ``"samples"`` (of the
             weights, through the linearised network: for very many outputs), or ``"auto"``.
         memory_budget: Bytes that a prediction should stay within.
+        verify: Whether fits and predictors check on a few data that the model is one they can
+            represent, see :func:`laplace_debias.check_model`.
+        data_keys: The entries of inputs that are mappings which have one row per datum; by default
+            all tensors with as many rows.
     """
 
     debias: str
@@ -137,9 +99,13 @@ class DebiasedPosterior(PrivateProtocol):
         fisher: Fisher | None = None,
         sampler: Sampler = "trace",
         generator: torch.Generator | None = None,
+        verify: bool = True,
+        data_keys: Iterable[str] | None = None,
         **kwargs: Any,
     ) -> None:
         self.debias = debias_mode(debias)
+        self.verify = verify
+        self.data_keys = None if data_keys is None else tuple(data_keys)
         self.kfac_approx, self.sampler, self.generator = kfac_approx, sampler, generator
         given = {name: kwargs.pop(name) for name in CrossfitOptions.names() if name in kwargs}
         if given and self.debias != CROSSFIT:
@@ -264,15 +230,16 @@ class DebiasedPosterior(PrivateProtocol):
         N = training_size(train_loader, curvature_loader, n_data)
         train_loader = self._prepare(train_loader, override)
         past = None if override else self._fitted
-        with torch.inference_mode(False), self._engine() as (engine, cast):
+        with torch.inference_mode(False), self._engine() as (engine, cast, check):
             data = TrainingData(
                 train_loader,
                 curvature_loader,
                 N,
                 device_of(self),
-                self.dict_key_x,
+                row_keys(self),
                 self.dict_key_y,
                 cast,
+                check if self.verify else None,
             )
             if self.debias == CROSSFIT:
                 fitted = fit_crossfit(engine, data, self.crossfit, progress_bar=progress_bar)
@@ -283,8 +250,10 @@ class DebiasedPosterior(PrivateProtocol):
         self.fit_cost = engine.cost
 
     @contextmanager
-    def _engine(self) -> Iterator[tuple[FactorEngine, Callable[[Any], Any]]]:
-        """Our engine or one of laplace-torch's backends, and what casts their inputs."""
+    def _engine(
+        self,
+    ) -> Iterator[tuple[FactorEngine, Callable[[Any], Any], Callable[[Inputs], None]]]:
+        """Our engine or one of laplace-torch's backends, what casts and what checks its inputs."""
         backend, backend_kwargs, kron_kwargs = backend_of(self)
         backend_kwargs = {
             "dict_key_x": self.dict_key_x,
@@ -320,7 +289,18 @@ class DebiasedPosterior(PrivateProtocol):
                     f"{self.parameter_names}, got {list(engine.names)}. Remedy: freeze parameters "
                     "before building it, and build a new one."
                 )
-            yield engine, cast
+            yield engine, cast, partial(self._verify, engine, model)
+
+    def _verify(self, engine: FactorEngine, model: nn.Module, X: Inputs) -> None:
+        """Check the model that an engine computes with, on a few data."""
+        keys = (row_keys(self), self.dict_key_y)
+        with engine.cost.stage("verification"):
+            if is_last_layer(self):
+                verify_last_layer(model, X, *keys)
+            elif isinstance(engine, Engine):
+                engine.reached |= verify_layers(model, X, *keys)
+            else:
+                verify_layers(model, X, *keys, inside=False)
 
     @property
     def parameter_names(self) -> list[str]:
@@ -403,7 +383,7 @@ class DebiasedPosterior(PrivateProtocol):
                 fewer than two data.
         """
         loader = self._prepare(train_loader, True)
-        with torch.inference_mode(False), self._engine() as (engine, cast):
+        with torch.inference_mode(False), self._engine() as (engine, cast, _):
             if not isinstance(engine, Engine):
                 raise ValueError(
                     "Expected the backend HookGGN or HookEF, which count the rows behind their "
@@ -411,7 +391,7 @@ class DebiasedPosterior(PrivateProtocol):
                 )
             batches = read(loader, device_of(self), self.dict_key_y, name="train_loader")
             return expected_bias_of(
-                engine, ((cast(X), cast(y)) for X, y in batches), self.dict_key_x
+                engine, ((cast(X), cast(y)) for X, y in batches), row_keys(self)
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -442,6 +422,7 @@ class DebiasedPosterior(PrivateProtocol):
             [t._version for t in scales],
             [(p.device, p.dtype, p.shape) for p in params],
             (float(self.temperature), self.memory_budget, self.enable_backprop),
+            (self.verify, self.data_keys),
         )
         kept = self._kept  # one read: another thread may swap it
         if kept is not None and _same(kept[0], key):
@@ -476,11 +457,12 @@ class DebiasedPosterior(PrivateProtocol):
             n_samples: Number of samples for ``"mc"`` and for ``pred_type="nn"``.
             diagonal_output: Whether to drop covariances between outputs.
             generator: Source of every random number drawn in this call.
-            fitting: laplace-torch's switch for reward modelling, without effect here.
+            fitting: For ``likelihood="reward_modeling"``: whether ``x`` holds pairs, as in the fit,
+                whose preferences are predicted, instead of single inputs and their rewards.
             **model_kwargs: For the network's forward pass with ``pred_type="nn"``.
 
         Returns:
-            Class probabilities ``[n, C]``, or for regression mean and (co)variance.
+            Class probabilities ``[n, C]``, or for regression and rewards mean and (co)variance.
 
         Raises:
             AttributeError: Before ``fit``.
@@ -488,7 +470,7 @@ class DebiasedPosterior(PrivateProtocol):
         """
         self.check_fitted()
         options = (n_samples, diagonal_output, generator)
-        if likelihood_name(self.likelihood) == "classification":
+        if not self._predicts_values(fitting):
             return self.log_probabilities(x, pred_type, link_approx, *options, **model_kwargs).exp()
         pred_type, link_approx = self._checked_options(pred_type, link_approx, generator)
         if pred_type == "nn":
@@ -496,8 +478,13 @@ class DebiasedPosterior(PrivateProtocol):
             return samples.mean(0), samples.var(0)
         if joint:
             return self.output_moments(x, joint=True)
-        mean, variance = self._glm_prediction(x, link_approx, *options)
+        mean, variance = self._glm_prediction(x, link_approx, *options, values=True)
         return mean, variance
+
+    def _predicts_values(self, fitting: bool = False) -> bool:
+        """Whether outputs are the predictions: for a regression, and for rewards."""
+        rewards = self.likelihood == Likelihood.REWARD_MODELING and not fitting
+        return rewards or likelihood_name(self.likelihood) == "regression"
 
     def log_probabilities(
         self,
@@ -540,7 +527,8 @@ class DebiasedPosterior(PrivateProtocol):
         if pred_type == "nn":
             samples = self.network_samples(x, n_samples, generator, **model_kwargs)
             return mean_log_probabilities(samples)
-        return self._glm_prediction(x, link_approx, n_samples, diagonal_output, generator)[0]
+        options = (n_samples, diagonal_output, generator)
+        return self._glm_prediction(x, link_approx, *options, values=False)[0]
 
     def _checked_options(
         self, pred_type: str, link_approx: str, generator: torch.Generator | None
@@ -575,12 +563,14 @@ class DebiasedPosterior(PrivateProtocol):
         n_samples: int,
         diagonal_output: bool,
         generator: torch.Generator | None,
+        *,
+        values: bool,
     ) -> Prediction:
         """``(log-probabilities,)``, or means and (co)variances, of the linearised network."""
         (prediction,) = glm_predictions(
             self.predictor(),
             x,
-            regression=likelihood_name(self.likelihood) == "regression",
+            regression=values,
             link_approx=link_approx,
             n_samples=n_samples,
             method=self.predictive_method,
@@ -661,7 +651,7 @@ class DebiasedPosterior(PrivateProtocol):
     ) -> Tensor:
         """The same as class probabilities, or for regression as they are."""
         fs = self.network_samples(X, n_samples, generator, **model_kwargs)
-        return fs if likelihood_name(self.likelihood) == "regression" else torch.softmax(fs, dim=-1)
+        return fs if self._predicts_values() else torch.softmax(fs, dim=-1)
 
     def optimize_prior_precision(
         self,

@@ -8,7 +8,7 @@ import laplace
 from laplace.baselaplace import BaseLaplace
 from torch import nn
 
-from laplace_debias.posterior.debiased import debias_mode
+from laplace_debias.posterior.checks import debias_mode
 from laplace_debias.posterior.kron import DebiasedKronLaplace, DebiasedKronLLLaplace
 
 __all__ = ["Laplace"]
@@ -42,8 +42,9 @@ def Laplace(
             ``generator``, see :class:`~laplace_debias.debias.options.CrossfitOptions`.
             ``"single"`` uses one mini-batch (or a whole loader) for both, scaled to the training
             set: the biased baseline.
-        **kwargs: Handed to the class, e.g. ``kfac_approx``, ``fisher``, ``sampler`` and
-            ``generator``, see :class:`DebiasedKronLaplace`.
+        **kwargs: Handed to the class, e.g. ``kfac_approx``, ``fisher``, ``sampler``, ``generator``,
+            ``verify=False`` (no check of the model) and ``data_keys`` (the entries of mappings
+            that have one row per datum), see :class:`DebiasedKronLaplace`.
 
     Returns:
         A :class:`DebiasedKronLaplace` or :class:`DebiasedKronLLLaplace`, or with ``debias=False``

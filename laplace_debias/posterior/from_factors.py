@@ -1,6 +1,6 @@
 """Fit a posterior from Kronecker factors that were computed elsewhere, before, or piece by piece.
 
-For factors that take hours: accumulate them in a file (`merge`), go on
+For factors that take hours: accumulate them in a file (``merge``), go on
 after an interruption, and hand the total over here.
 """
 

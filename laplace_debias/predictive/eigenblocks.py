@@ -128,7 +128,8 @@ def prior_grid(
         if values.ndim > 2:
             raise ValueError(
                 f"Expected prior precisions with at most 2 dimensions [k, {n_blocks}], got shape "
-                f"{tuple(values.shape)}. Pass a number, k numbers, or a [k, {n_blocks}] tensor."
+                f"{tuple(values.shape)}. Remedy: pass a number, k numbers, or a [k, {n_blocks}] "
+                "tensor."
             )
         many = values.ndim > 0
         rows = [values] if values.ndim == 0 else list(values)
@@ -137,7 +138,9 @@ def prior_grid(
     else:
         rows, many = [prior_precisions], False
     if not rows:
-        raise ValueError("Expected at least one prior precision, got none. Pass e.g. [0.1, 1.0].")
+        raise ValueError(
+            "Expected at least one prior precision, got none. Remedy: pass e.g. [0.1, 1.0]."
+        )
 
     grid = []
     for given in rows:
@@ -146,17 +149,17 @@ def prior_grid(
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"Expected a prior precision to be a number or a tensor, got {given!r}. "
-                "Pass positive floats."
+                "Remedy: pass positive floats."
             ) from error
         if len(row) not in (1, n_blocks):
             raise ValueError(
                 f"Expected a prior precision of length 1 or {n_blocks} (one per parameter tensor), "
-                f"got length {len(row)}. Pass a number or a tensor of {n_blocks} values."
+                f"got length {len(row)}. Remedy: pass a number or a tensor of {n_blocks} values."
             )
         if not (torch.isfinite(row).all() and (row > 0).all()):
             raise ValueError(
                 f"Expected positive, finite prior precisions, got {row.tolist()}. "
-                "Pass values greater than 0."
+                "Remedy: pass values greater than 0."
             )
         grid.append(row.expand(n_blocks))
     return torch.stack(grid).to(dtype=like.dtype, device=like.device), many
@@ -172,7 +175,7 @@ def check_fitted(la: KronLaplace) -> None:
     if not isinstance(la, KronLaplace):
         raise TypeError(
             f"Expected a KronLaplace or KronLLLaplace, got {type(la).__name__}. "
-            'Build it with hessian_structure="kron".'
+            'Remedy: build it with hessian_structure="kron".'
         )
     decomposed(la)
 
@@ -192,7 +195,7 @@ def eigen_blocks(la: KronLaplace, deltas: Tensor, memory_budget: int) -> list[Ei
     if len(params) != len(H):
         raise ValueError(
             f"Expected one curvature block per parameter tensor ({len(params)}), got {len(H)}. "
-            "Refit: the model or its frozen parameters changed since la.fit."
+            "Remedy: refit, as the model or its frozen parameters changed since la.fit."
         )
     names = {id(p): name for name, p in la.model.named_parameters()}
     offsets = H.deltas.expand(len(params))
@@ -206,7 +209,8 @@ def eigen_blocks(la: KronLaplace, deltas: Tensor, memory_budget: int) -> list[Ei
         if math.prod(map(len, lams)) != p.numel():
             raise ValueError(
                 f"Expected a block of {p.numel()} rows for {names.get(id(p))!r} of shape "
-                f"{tuple(p.shape)}, got {math.prod(map(len, lams))}. Refit the approximation."
+                f"{tuple(p.shape)}, got {math.prod(map(len, lams))}. Remedy: refit the "
+                "approximation."
             )
         lam = lams[0] if len(lams) == 1 else torch.outer(lams[0], lams[1])
         lam = hessian_factor(la).detach().to(dtype) * lam + offsets[i].to(dtype)

@@ -15,10 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs, size_of, take
+from laplace_debias.data.inputs import Inputs, Keys, size_of, take
+from laplace_debias.network.check import N_CHECKED
 from laplace_debias.network.ownership import is_ordinary, owners
-from laplace_debias.network.recorder import LayerCall
 from laplace_debias.network.unfold import patch_order
+from laplace_debias.network.verify import verify_data
 from laplace_debias.predictive import contractions as maths
 from laplace_debias.predictive.eigenblocks import EigenBlock
 from laplace_debias.predictive.probing import (
@@ -29,8 +30,7 @@ from laplace_debias.predictive.probing import (
     per_datum_jacobians,
     run,
 )
-
-Source = tuple[LayerCall, "int | None"]
+from laplace_debias.predictive.row_check import Source, misplaced_rows
 
 
 class LayerJacobians:
@@ -41,10 +41,18 @@ class LayerJacobians:
         blocks: The blocks of the posterior, each with its parameter.
         key: Key of the input tensor in a mapping.
         keep_graph: Allow differentiating the results with respect to the inputs.
+        verify: Whether to check on a few data that the recorded rows make up the Jacobian.
+        targets: Key of the targets in a mapping, if there are any.
     """
 
     def __init__(
-        self, model: nn.Module, blocks: list[EigenBlock], key: str, keep_graph: bool = False
+        self,
+        model: nn.Module,
+        blocks: list[EigenBlock],
+        key: Keys,
+        keep_graph: bool = False,
+        verify: bool = True,
+        targets: str = "labels",
     ) -> None:
         """Find the layers to record."""
         self.model, self.blocks, self.key, self.keep_graph = model, blocks, key, keep_graph
@@ -54,6 +62,8 @@ class LayerJacobians:
         )
         self.names = {module: name for name, module in model.named_modules()}
         self.dims: dict[nn.Module, list[int | None]] | None = None
+        self.verify, self.targets, self._verified = verify, targets, set[bool]()
+        self._misplaced: set[int] = set()
         self._warned: set[str] = set()
         self._bytes: dict[object, int] = {}
         self._scratch = threading.local()  # two threads must not share an array of gradients
@@ -67,6 +77,9 @@ class LayerJacobians:
         n = size_of(x, self.key)
         if self.dims is None and n > 1:
             self.dims = data_dims(self.model, x, self.modules, self.key)
+        if self.verify and (n > 1) not in self._verified:
+            self._check(take(x, slice(0, min(n, N_CHECKED)), self.key), x)
+            self._verified.add(n > 1)
         tensors = [x] if isinstance(x, Tensor) else [v for v in x.values() if isinstance(v, Tensor)]
         known = (n > 1, *((t.shape[1:], t.dtype) for t in tensors))
         if known in self._bytes:
@@ -75,13 +88,26 @@ class LayerJacobians:
         C, held = probe.f.shape[1], 1
         for call in (call for calls in probe.calls.values() for call in calls):
             held += (C + 4) * call.shape.numel() + 2 * call.kept_input.numel()
-        for block in self.blocks:
-            if isinstance(self._sources(block, probe, min(n, 2)), str):
+        for i, block in enumerate(self.blocks):
+            if i in self._misplaced or isinstance(self._sources(block, probe, min(n, 2)), str):
                 held += 2 * C * block.param.numel()  # its Jacobian will be formed
         self._bytes[known] = (
             held * torch.finfo(torch.promote_types(probe.f.dtype, torch.float32)).bits // 8
         )
         return self._bytes[known]
+
+    def _check(self, few: Inputs, x: Inputs) -> None:
+        """Find the parameters whose rows do not make up the Jacobian of a few data."""
+        verify_data(self.model, x, self.key, self.targets)
+
+        def sources_of(capture: Capture, n: int) -> dict[int, list[Source]]:
+            found = ((i, self._sources(b, capture, n)) for i, b in enumerate(self.blocks))
+            return {i: sources for i, sources in found if not isinstance(sources, str)}
+
+        params = [block.param for block in self.blocks]
+        self._misplaced |= misplaced_rows(
+            self.model, few, self.key, self.modules, params, sources_of
+        )
 
     def contract(
         self, x: Inputs, mode: str, posteriors: Sequence[list[EigenBlock]]
@@ -102,6 +128,8 @@ class LayerJacobians:
         others: list[int] = []
         for i, block in enumerate(self.blocks):
             found = self._sources(block, capture, n)
+            if i in self._misplaced and not isinstance(found, str):
+                found = "what its layer recorded is not what the model does, or of other data"
             if isinstance(found, str):
                 self._warn(block, found)
                 others.append(i)
@@ -155,6 +183,8 @@ class LayerJacobians:
                 n > 1 and (dim is None or (conv and dim != 0))
             ):
                 return "its layer does not keep the data apart along one dimension"
+            if n > 1 and dim is not None and call.kept_input.shape[dim] != n:
+                return "its layer sees some of the data only"
         if len({getattr(call.module, "groups", 1) for call, _ in sources}) > 1:
             return "it is shared by convolutions with different groups"
         return sources

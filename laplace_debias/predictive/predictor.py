@@ -25,7 +25,9 @@ from laplace_debias.network.upstream import (
     dtype_of,
     feature_extractor,
     is_last_layer,
+    row_keys,
 )
+from laplace_debias.network.verify import verify_last_layer
 from laplace_debias.predictive.eigenblocks import (
     EigenBlock,
     PriorPrecisions,
@@ -69,7 +71,7 @@ class StructuredPredictor:
 
     Args:
         la: A fitted ``KronLaplace`` or ``KronLLLaplace``.
-        prior_precisions: See `prior_grid`; ``None`` takes the one
+        prior_precisions: See ``prior_grid``; ``None`` takes the one
             that ``la`` has.
         memory_budget: Bytes to stay within; the data are cut into chunks accordingly.
         keep_graph: Allow differentiating with respect to the inputs; ``None`` asks ``la``.
@@ -87,7 +89,7 @@ class StructuredPredictor:
         if not memory_budget > 0:
             raise ValueError(
                 f"Expected a positive memory budget in bytes, got {memory_budget}. "
-                "Pass e.g. memory_budget=2**29."
+                "Remedy: pass e.g. memory_budget=2**29."
             )
         dtype = torch.promote_types(dtype_of(la), torch.float32)
         like = torch.empty(0, dtype=dtype, device=device_of(la))
@@ -98,6 +100,7 @@ class StructuredPredictor:
         else:
             self.deltas, self.many = prior_grid(prior_precisions, n_blocks, like)
         self.la, self.memory_budget = la, int(memory_budget)
+        self._verified = not getattr(la, "verify", True)
         self.keep_graph = la.enable_backprop if keep_graph is None else keep_graph
         nodes = None
         scalar = bool((self.deltas == self.deltas[:, :1]).all())
@@ -107,7 +110,14 @@ class StructuredPredictor:
         deltas = self.deltas if nodes is None else nodes[0].unsqueeze(1).expand(-1, n_blocks)
         self.blocks = eigen_blocks(la, deltas, self.memory_budget)
         self.params = [block.param for block in self.blocks]
-        self._layers = LayerJacobians(la.model, self.blocks, la.dict_key_x, self.keep_graph)
+        self._layers = LayerJacobians(
+            la.model,
+            self.blocks,
+            row_keys(la),
+            self.keep_graph,
+            verify=not self._verified,
+            targets=la.dict_key_y,
+        )
 
     def __call__(
         self, x: Inputs, diagonal_output: bool = False, joint: bool = False
@@ -171,9 +181,11 @@ class StructuredPredictor:
                 f"Expected inputs as a tensor or a mapping, got {type(x).__name__}. Remedy: "
                 "`torch.as_tensor(x)`."
             )
-        n = size_of(x, self.la.dict_key_x)
+        n = size_of(x, row_keys(self.la))
         if n == 0:
-            raise ValueError("Expected at least one datum, got an empty batch. Skip empty batches.")
+            raise ValueError(
+                "Expected at least one datum, got an empty batch. Remedy: skip empty batches."
+            )
         if not isinstance(x, Tensor):
             return x
         x = x.to(device_of(self.la))
@@ -191,7 +203,7 @@ class StructuredPredictor:
         self, x: Inputs, mode: str, posteriors: Sequence[list[EigenBlock]]
     ) -> tuple[Tensor, list[Tensor]]:
         """Contract chunk by chunk of data; a joint covariance takes all data at once."""
-        key = self.la.dict_key_x
+        key = row_keys(self.la)
         n, bytes_per_datum = size_of(x, key), self._layers.prepare(x)
         size = n if mode == "joint" else max(1, self.memory_budget // bytes_per_datum)
         if size >= n:
@@ -207,6 +219,9 @@ class StructuredPredictor:
 
     def _last_layer(self, x: Inputs, mode: str) -> tuple[Tensor, Tensor]:
         """The closed form of a last layer, from its features."""
+        if not self._verified:
+            verify_last_layer(self.la.model, x, row_keys(self.la), self.la.dict_key_y)
+            self._verified = True
         with torch.set_grad_enabled(self.keep_graph):
             f, phi = outputs_and_features(feature_extractor(self.la.model), x)
             return f, last_layer_moments(self.blocks, f, phi.to(self.deltas.dtype), mode)
@@ -331,7 +346,7 @@ def linearized_predictive(
     if joint and (diagonal_output or method == "samples"):
         raise ValueError(
             "Expected joint=True alone, got it with diagonal_output=True or method='samples'. "
-            "Drop one of them."
+            "Remedy: drop one of them."
         )
     predictor = StructuredPredictor(la, prior_precisions, memory_budget)
     if method == "auto":

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs, size_of, take
+from laplace_debias.data.inputs import Inputs, Keys, size_of, take
 from laplace_debias.network.recorder import LayerCall, Recorder, check_outputs, count_uses
 from laplace_debias.network.unfold import patches
 
@@ -91,10 +91,10 @@ def call_inputs(call: LayerCall, n: int, dim: int | None, rows: slice) -> Tensor
             f"Expected the input of {call.module} to stay as it was, got one that the model "
             "changed in place after the layer used it. Remedy: replace the in-place operation."
         )
-    if isinstance(call.module, nn.Conv2d):
+    if isinstance(call.geometry, nn.Conv2d):
         if len(x) == n:
-            return patches(x[rows], call.module)
-        return patches(x, call.module).flatten(0, 1).unsqueeze(0)  # a single datum
+            return patches(x[rows], call.geometry)
+        return patches(x, call.geometry).flatten(0, 1).unsqueeze(0)  # a single datum
     a = x if dim is None else x.movedim(dim, 0)
     return a.reshape(n, -1, 1, a.shape[-1])[rows]
 
@@ -108,7 +108,7 @@ def call_gradients(call: LayerCall, g: Tensor, n: int, dim: int | None) -> Tenso
         n: Number of data in the call.
         dim: See :func:`call_inputs`.
     """
-    if isinstance(call.module, nn.Conv2d):
+    if isinstance(call.geometry, nn.Conv2d):
         g = g.flatten(2)  # [n, d_out, R]
         return g if len(g) == n else g.transpose(0, 1).reshape(n, g.shape[1], -1)
     g = g if dim is None else g.movedim(dim, 0)
@@ -116,7 +116,7 @@ def call_gradients(call: LayerCall, g: Tensor, n: int, dim: int | None) -> Tenso
 
 
 def data_dims(
-    model: nn.Module, x: Inputs, modules: list[nn.Module], key: str
+    model: nn.Module, x: Inputs, modules: list[nn.Module], key: Keys
 ) -> dict[nn.Module, list[int | None]]:
     """Find the dimension that runs over the data, for every call of every layer.
 
@@ -139,7 +139,7 @@ def data_dims(
 
 
 def per_datum_jacobians(
-    model: nn.Module, x: Inputs, params: list[Tensor], key: str, keep_graph: bool = False
+    model: nn.Module, x: Inputs, params: list[Tensor], key: Keys, keep_graph: bool = False
 ) -> list[Tensor]:
     """Return exact Jacobians ``[n, C, D]`` of some parameters, one datum and output at a time.
 

@@ -25,7 +25,7 @@ from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.nested import Change, held
 from laplace_debias.network.recorder import Recorder
 from laplace_debias.network.substitution import substituted
-from laplace_debias.network.upstream import feature_extractor, is_last_layer
+from laplace_debias.network.upstream import feature_extractor, is_last_layer, row_keys
 from laplace_debias.predictive.eigenblocks import EigenBlock
 
 _forward_mode_lock = threading.Lock()
@@ -145,7 +145,7 @@ class WeightSampler:
         self, x: Inputs, n_samples: int, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
         """Vectorise forward-mode products over samples, in chunks of samples and of data."""
-        la, key = self.la, self.la.dict_key_x
+        la, key = self.la, row_keys(self.la)
         params = [block.param for block in self.blocks]
         theta = [p.detach() for p in params]
         n = size_of(x, key)

@@ -184,8 +184,8 @@ def directional_bias(
     sizes = {len(y) for _, y in batches}
     if len(sizes) != 1:
         raise ValueError(
-            f"Expected mini-batches of one size, got sizes {sorted(sizes)}. Averages are "
-            "full-batch values only for equal sizes: use partition(data, batch_size)."
+            f"Expected mini-batches of one size, got sizes {sorted(sizes)}: averages are "
+            "full-batch values only for equal sizes. Remedy: use partition(data, batch_size)."
         )
     if not chosen or not all(0 <= s < len(batches) for s in chosen):
         raise ValueError(

@@ -117,7 +117,7 @@ class _SearchDirections:
             if not float(rz) > 0:
                 raise ValueError(
                     f"Expected a positive definite preconditioner, got r^T M^-1 r = "
-                    f"{float(rz):.1e}. Check its sign and symmetry."
+                    f"{float(rz):.1e}. Remedy: check its sign and symmetry."
                 )
             s = -z if last is None else -z + (rz / last[2]) * last[0]
             t = _damped_product(self.H, s, self.damping)
@@ -237,7 +237,8 @@ def debiased_cg(
     g_tilde = _check_problem(H_tilde, g_tilde, max_iter, rtol, damping)
     if g.shape != g_tilde.shape:
         raise ValueError(
-            f"Expected two quadratics in one space, got {len(g)} and {len(g_tilde)} dimensions."
+            f"Expected two quadratics in one space, got {len(g)} and {len(g_tilde)} dimensions. "
+            "Remedy: build both with the same model and the same trainable parameters."
         )
     search = _SearchDirections(H, g, max_iter, rtol, damping, preconditioner or torch.clone)
     if side_by_side:
@@ -287,7 +288,7 @@ def _damped_product(H: SymmetricOperator, V: Tensor, damping: float) -> Tensor:
     if not torch.isfinite(HV).all():
         raise ValueError(
             "Expected a finite product with the curvature, got NaN or infinity. "
-            "Look for NaN in the model and the data, or add damping."
+            "Remedy: look for NaN in the model and the data, or add damping."
         )
     return HV
 
@@ -306,14 +307,16 @@ def _check_problem(
     if g.ndim != 1 or tuple(H.shape) != (len(g), len(g)):
         raise ValueError(
             f"Expected a gradient [P] and a curvature (P, P), got {tuple(g.shape)} and "
-            f"{tuple(H.shape)}."
+            f"{tuple(H.shape)}. Remedy: pass a flat gradient and the curvature of the same space."
         )
     if not torch.isfinite(g).all():
-        raise ValueError("Expected a finite gradient, got NaN or infinity. Check loss and data.")
+        raise ValueError(
+            "Expected a finite gradient, got NaN or infinity. Remedy: check loss and data."
+        )
     if max_iter < 1 or not rtol >= 0 or not 0 <= damping < float("inf"):
         raise ValueError(
             f"Expected max_iter >= 1, rtol >= 0 and a finite damping >= 0, got {max_iter}, {rtol} "
-            f"and {damping}."
+            f"and {damping}. Remedy: pass values in these ranges; 0 switches rtol or damping off."
         )
     return g
 
@@ -325,7 +328,7 @@ def _check_symmetric_pair(s: Tensor, t: Tensor, s_next: Tensor, t_next: Tensor) 
     if gap > torch.finfo(s.dtype).eps ** 0.5 * size:
         raise ValueError(
             f"Expected a symmetric operator, got s^T H s' that differs from s'^T H s by {gap:.1e} "
-            f"(relative {gap / size:.1e}). Symmetrise it, e.g. (H + H^T) / 2."
+            f"(relative {gap / size:.1e}). Remedy: symmetrise it, e.g. (H + H^T) / 2."
         )
 
 

@@ -67,7 +67,7 @@ def normalize_directions(D: Tensor) -> tuple[Tensor, int]:
     if bad.any():
         raise ValueError(
             f"Expected finite, non-zero directions, got {norms[bad].tolist()} as the norm of "
-            f"column(s) {bad.nonzero().flatten().tolist()}. Leave these columns out."
+            f"column(s) {bad.nonzero().flatten().tolist()}. Remedy: leave them out."
         )
     off = (norms - 1).abs() > torch.finfo(D.dtype).eps ** 0.5
     return D / norms.to(D.dtype), int(off.sum())
@@ -175,9 +175,9 @@ def top_eigenvectors(
             return Eigenpairs(lam[:k].to(H.dtype), U, residuals.to(H.dtype), products)
         if products >= max_products:
             raise RuntimeError(
-                f"Expected {k} eigenpairs within {max_products} products, but the largest relative "
-                f"residual is {float(residuals.max()) / scale:.1e} > tol={tol:.1e}. "
-                "Raise max_products or tol, or ask for fewer eigenvectors."
+                f"Expected {k} eigenpairs within {max_products} products, got a largest relative "
+                f"residual of {float(residuals.max()) / scale:.1e} > tol={tol:.1e}. "
+                "Remedy: raise max_products or tol, or ask for fewer eigenvectors."
             )
         if n + b > capacity and capacity < P:
             keep = min(k + (capacity - k) // 2, n, capacity - b)
@@ -238,5 +238,5 @@ def _check_symmetric_block(block: Tensor, scale: float) -> None:
     if not gap <= torch.finfo(block.dtype).eps ** 0.5 * scale:
         raise ValueError(
             f"Expected a symmetric operator, got V^T H V with an asymmetry of {gap:.1e} beside a "
-            f"norm of {scale:.1e}. Symmetrise it, e.g. (H + H^T) / 2."
+            f"norm of {scale:.1e}. Remedy: symmetrise it, e.g. (H + H^T) / 2."
         )

@@ -47,7 +47,8 @@ def eigenspace_overlaps(U: Tensor, U_tilde: Tensor) -> Tensor:
     if U.ndim != 2 or U_tilde.ndim != 2 or len(U) != len(U_tilde):
         raise ValueError(
             f"Expected two sets of columns in one space, [P, K] and [P, L], got {tuple(U.shape)} "
-            f"and {tuple(U_tilde.shape)}."
+            f"and {tuple(U_tilde.shape)}. Remedy: take both from the same model, one vector per "
+            "column."
         )
     return (U.T @ U_tilde) ** 2
 

@@ -90,7 +90,7 @@ class Quadratic:
         if not names:
             raise ValueError(
                 "Expected a model with parameters that require gradients, got none. "
-                "Call requires_grad_(True) on those the quadratic shall live in."
+                "Remedy: call requires_grad_(True) on those the quadratic shall live in."
             )
         # K-FAC hooks into the modules, and would leave its hooks there if the model raised.
         self._model = copy.deepcopy(model) if curvature == "kfac" else model
@@ -100,7 +100,7 @@ class Quadratic:
         self.dtype, self.device = self._params[0].dtype, self._params[0].device
         if self.dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"Expected a model in float32 or float64, got {self.dtype}. Call model.float()."
+                f"Expected a model in float32 or float64, got {self.dtype}. Remedy: model.float()."
             )
         self._loss = loss
         self._chunks = Chunks(data, chunk_size)
@@ -128,8 +128,8 @@ class Quadratic:
         """Refuse a model that has moved, then evaluate it without dropout and batch statistics."""
         if not torch.equal(_flatten(self._source_params), self.theta0):
             raise RuntimeError(
-                "Expected the parameters the quadratic was built around, but the model has changed "
-                "since. Build a new Quadratic, or copy the model before training on."
+                "Expected the parameters the quadratic was built around, got others: the model has "
+                "changed. Remedy: build a new Quadratic, or copy the model before training on."
             )
         with evaluation_mode(self._model), parameters_kept(self._model), torch.enable_grad():
             yield
@@ -144,7 +144,7 @@ class Quadratic:
         if not (torch.isfinite(loss) and torch.isfinite(gradient).all()):
             raise ValueError(
                 f"Expected a finite loss and gradient, got a loss of {float(loss)}. "
-                "Look for NaN or infinity in the data and the parameters."
+                "Remedy: look for NaN or infinity in the data and the parameters."
             )
         self._gradient_and_constant = (
             gradient + self._l2_diagonal * self.theta0,
@@ -261,13 +261,13 @@ class Quadratic:
         P = self.shape[0]
         if V.ndim not in (1, 2) or V.shape[0] != P or V.numel() == 0:
             raise ValueError(
-                f"Expected shape ({P},) or ({P}, K), got {tuple(V.shape)}. Vectors are flat, with "
-                "one entry per trainable parameter; many vectors are columns."
+                f"Expected shape ({P},) or ({P}, K), got {tuple(V.shape)}. Remedy: pass flat "
+                "vectors, one entry per trainable parameter; many vectors are columns."
             )
         if V.dtype != self.dtype or V.device != self.device:
             raise ValueError(
                 f"Expected {self.dtype} on {self.device}, got {V.dtype} on {V.device}. "
-                "Move the vectors with .to(quadratic.theta0)."
+                "Remedy: move the vectors with .to(quadratic.theta0)."
             )
 
 
@@ -275,13 +275,13 @@ def _check_loss(loss: nn.Module) -> None:
     """Raise unless the loss is a plain mean, so that chunks may be averaged by their size."""
     if getattr(loss, "reduction", None) != "mean":
         raise ValueError(
-            f"Expected a loss with reduction='mean', got {getattr(loss, 'reduction', None)!r}. "
-            "The quadratic is that of a mean over data; use e.g. CrossEntropyLoss()."
+            f"Expected a loss with reduction='mean', got {getattr(loss, 'reduction', None)!r}: "
+            "the quadratic is that of a mean over data. Remedy: use e.g. CrossEntropyLoss()."
         )
     if getattr(loss, "weight", None) is not None:
         raise ValueError(
-            "Expected a loss without class weights: its mean is over weights, not over data, and "
-            "means over chunks do not add up. Use the loss without `weight`."
+            "Expected a loss without class weights, got one with them: its mean is over weights, "
+            "and means over chunks do not add up. Remedy: use the loss without `weight`."
         )
 
 
@@ -292,8 +292,8 @@ def _check_targets(loss: nn.Module, chunks: Chunks) -> None:
         not y.is_floating_point() and bool((y == ignored).any()) for _, y in chunks
     ):
         raise ValueError(
-            f"Expected targets that all count, got some equal to ignore_index={ignored}. The mean "
-            "would be over the others only; leave these data out."
+            f"Expected targets that all count, got some equal to ignore_index={ignored}: the mean "
+            "would be over the others only. Remedy: leave these data out."
         )
 
 
@@ -307,5 +307,5 @@ def _check_finite(product: Tensor) -> None:
     if not torch.isfinite(product).all():
         raise ValueError(
             "Expected a finite product with the curvature, got NaN or infinity. "
-            "Look for extreme parameters, data or vectors."
+            "Remedy: look for extreme parameters, data or vectors."
         )

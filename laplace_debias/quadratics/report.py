@@ -215,7 +215,8 @@ def curvature_bias_report(
     if not batch_sizes or min(batch_sizes) < 1 or 2 * max(batch_sizes) > len(y):
         raise ValueError(
             f"Expected batch sizes from 1 to {len(y) // 2} (half of the {len(y)} data: the second "
-            f"mini-batch is disjoint), got {tuple(batch_sizes)}."
+            f"mini-batch is disjoint), got {tuple(batch_sizes)}. Remedy: pass sizes in this range, "
+            "or more data."
         )
     if draws < 1 or not tolerance > 0:
         raise ValueError(

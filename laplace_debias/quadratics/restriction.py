@@ -45,7 +45,7 @@ class RestrictedQuadratic:
         if tau.shape[-1:] != self.gradient.shape:
             raise ValueError(
                 f"Expected coefficients of shape [..., {len(self.gradient)}], "
-                f"got {tuple(tau.shape)}. One coefficient belongs to each direction."
+                f"got {tuple(tau.shape)}. Remedy: pass one coefficient per direction."
             )
         quadratic = torch.einsum("...i,ij,...j->...", tau, self.matrix, tau)
         return 0.5 * quadratic + tau @ self.gradient + self.constant

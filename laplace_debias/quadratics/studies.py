@@ -198,7 +198,7 @@ def relative_biases(
     if len(batches) < draws:
         raise ValueError(
             f"Expected data for {draws} disjoint mini-batches of {batch_size}, got {len(data[1])} "
-            "data. Draw fewer or smaller mini-batches."
+            "data. Remedy: draw fewer or smaller mini-batches."
         )
     options = {"chunk_size": batch_size, **quadratic_options}
     everything = Quadratic(model, loss, data, **options)

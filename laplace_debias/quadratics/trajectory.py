@@ -80,7 +80,8 @@ def evaluate_trajectory(
     sizes = [p.numel() for p in trainable.values()]
     if iterates.ndim != 2 or len(iterates) != sum(sizes):
         raise ValueError(
-            f"Expected iterates of shape [{sum(sizes)}, I + 1], got {tuple(iterates.shape)}."
+            f"Expected iterates of shape [{sum(sizes)}, I + 1], got {tuple(iterates.shape)}. "
+            "Remedy: pass one column per iterate, with one entry per trainable parameter."
         )
     chunks = Chunks(data, chunk_size)
     losses, accuracies = [], []

@@ -8,9 +8,11 @@ from sklearn.isotonic import isotonic_regression
 
 from laplace_debias.debias.folds import (
     crossfit_factor,
+    crossfit_spectrum,
     curvatures_along,
     isotonic,
     null_tolerance,
+    sums_of_others,
 )
 from laplace_debias.debias.spectrum import eigh_float64
 
@@ -197,3 +199,36 @@ def test_directions_of_large_factors_in_single_precision_change_nothing(monkeypa
 
             patch.setattr(torch.linalg, "eigh", fail)
             assert torch.equal(crossfit_factor(folds, [1, 1])[0], expected)
+
+
+@pytest.mark.parametrize("ratio", [1, 10, 1e3, 1e6])
+@pytest.mark.parametrize("large", [0, 1, 2])
+def test_null_space_of_the_other_folds_survives_a_large_held_out_fold(ratio, large):
+    """Two folds of low rank, one of full rank and many more data: as if the two stood alone."""
+    gen = torch.Generator().manual_seed(0)
+    d, sizes = 8, [1.0, 1.0, 1.0]
+    rows = [torch.randn(m, d, generator=gen, dtype=torch.float64) for m in (2, 2, 2)]
+    rows[large] = torch.randn(40, d, generator=gen, dtype=torch.float64)
+    means = [r.T @ r / len(r) for r in rows]
+    sizes[large] = ratio
+    *_, lam = crossfit_spectrum(means, sizes, monotone=False)
+    expected = torch.zeros(d, dtype=torch.float64)
+    for k in range(3):
+        # the null space by its known rank, which no rounding can hide
+        rest = sum(sizes[j] * means[j] for j in range(3) if j != k)
+        rank = 4 if k == large else d
+        Q = torch.linalg.svd(rest).U.flip(-1)  # ascending
+        along = (Q * (means[k] @ Q)).sum(0)
+        along[: d - rank] = along[: d - rank].mean()
+        expected += sizes[k] / sum(sizes) * along
+    torch.testing.assert_close(lam, expected, rtol=1e-7, atol=1e-10)
+
+
+def test_sums_of_others_add_up_and_take_nothing_away():
+    terms = [torch.tensor(v, dtype=torch.float64) for v in (1e16, 1.0, 2.0)]
+    assert sum(terms) - terms[0] != 3, "what subtracting would give"
+    assert float(next(sums_of_others(terms))) == 3
+    for K in (2, 3, 5):
+        powers = [torch.tensor(2.0**k) for k in range(K)]
+        expected = [2.0**K - 1 - 2.0**k for k in range(K)]
+        assert [float(total) for total in sums_of_others(powers)] == expected

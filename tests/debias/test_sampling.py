@@ -207,5 +207,5 @@ def test_errors_say_what_to_do():
         reservoirs.draw()
     with pytest.raises(ValueError, match="likelihood"):
         curvature_scores(torch.zeros(2, 2), "reward")
-    with pytest.raises(ValueError, match="only zeros"):
+    with pytest.raises(ValueError, match="3 zeros. Remedy: pass scores"):
         effective_sample_size(torch.zeros(3))

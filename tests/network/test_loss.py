@@ -145,6 +145,6 @@ def test_errors_say_what_to_do():
         backward_vectors(f, None, "regression", weights=torch.ones(3))
     with pytest.raises(ValueError, match="finite, non-negative"):
         backward_vectors(f, None, "regression", weights=torch.tensor([1.0, -1.0]))
-    for bad in ("reward_modeling", None):
+    for bad in ("poisson", None):
         with pytest.raises(ValueError, match="'classification' or 'regression'.*Remedy"):
             likelihood_name(bad)

@@ -50,7 +50,7 @@ def test_inputs_are_seen_when_the_layer_is_called():
     layer, seen = nn.Linear(2, 2), []
     x = torch.ones(1, 2)
     recorder = Recorder(
-        [layer], on_input=lambda m, a: seen.append((m, a.clone())), keep_inputs=True
+        [layer], on_input=lambda m, _, a: seen.append((m, a.clone())), keep_inputs=True
     )
     with recorder.recording():
         layer(input=x)  # as a keyword

@@ -163,8 +163,8 @@ def test_single_takes_no_curvature_loader():
 
 
 def test_other_likelihoods():
-    with says("'classification' or 'regression', got 'reward_modeling'"):
-        Laplace(MLP.model(), "reward_modeling", "all", "kron", debias=True)
+    with says("'regression' or 'reward_modeling', got 'poisson'"):
+        Laplace(MLP.model(), "poisson", "all", "kron", debias=True)
 
 
 def test_batches_that_are_no_pairs():

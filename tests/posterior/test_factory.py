@@ -5,7 +5,6 @@ import pytest
 from laplace.curvature import AsdlEF
 from laplace.utils.enums import HessianStructure, SubsetOfWeights
 
-from laplace_debias.posterior.debiased import debias_mode
 from laplace_debias.posterior.factory import Laplace
 from laplace_debias.posterior.kron import DebiasedKronLaplace, DebiasedKronLLLaplace
 from tests.cases import MLP
@@ -55,11 +54,3 @@ def test_arguments_are_handed_on():
 def test_what_there_is_not(options, message):
     with pytest.raises(ValueError, match=rf"Expected.*{message}.*Remedy"):
         Laplace(MLP.model(), "classification", **options)
-
-
-def test_methods_have_one_name_each():
-    assert debias_mode(True) == debias_mode("two-batch") == "two-batch"
-    assert [debias_mode(name) for name in ("single", "crossfit")] == ["single", "crossfit"]
-    for bad in (False, None, "debiased", 1):
-        with pytest.raises(ValueError, match="'two-batch'.*'crossfit'.*'single'.*Remedy"):
-            debias_mode(bad)

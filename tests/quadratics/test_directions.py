@@ -84,7 +84,7 @@ def test_bad_input():
         top_eigenvectors(H[:, :3], 2)
     with pytest.raises(ValueError, match="symmetric"):
         top_eigenvectors(H + torch.ones_like(H).triu(), 2)
-    with pytest.raises(RuntimeError, match="Raise max_products"):
+    with pytest.raises(RuntimeError, match="Remedy: raise max_products"):
         top_eigenvectors(H, 5, max_products=30)
     with pytest.raises(ValueError, match="block_size"):
         top_eigenvectors(H, 5, block_size=0)

@@ -198,7 +198,7 @@ def test_bad_input_says_what_to_do():
         Quadratic(copy.deepcopy(model).requires_grad_(False), loss, (X, y))
     with pytest.raises(ValueError, match=r"Expected shape \(43,\)"):
         q @ torch.ones(42, dtype=torch.float64)
-    with pytest.raises(ValueError, match="Move the vectors"):
+    with pytest.raises(ValueError, match="Remedy: move the vectors"):
         q @ torch.ones(43)
     with pytest.raises(ValueError, match=r"directions \[P, K\]"):
         q.curvatures(torch.ones(43, dtype=torch.float64))

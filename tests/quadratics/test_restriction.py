@@ -19,5 +19,5 @@ def test_restriction_is_the_quadratic_on_a_plane_and_along_a_path():
     steps = torch.tensor([0.7, -0.2], dtype=torch.float64)
     expected = [q.slopes(D)[0], q.slopes(D, q.theta0 + 0.7 * D[:, 0])[1]]
     assert torch.allclose(plane.slopes(steps), torch.stack(expected), rtol=1e-10)
-    with pytest.raises(ValueError, match="One coefficient"):
+    with pytest.raises(ValueError, match="one coefficient per direction"):
         plane.value(torch.zeros(3, dtype=torch.float64))

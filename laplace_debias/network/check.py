@@ -1,0 +1,334 @@
+r"""Verified, not assumed: do the recorded rows explain all that the parameters do?
+
+K-FAC takes a layer's input rows :math:`a_t` and the gradients :math:`g_t` of its output rows for
+its whole influence on the outputs. With random backward vectors :math:`v` and a random step
+:math:`(\delta W, \delta b)` in the parameters, that says
+
+.. math:: \langle v, J_W\, \delta W \rangle = \sum_t \langle g_t, \delta W a_t \rangle, \qquad
+          \langle v, J_b\, \delta b \rangle = \sum_t \langle g_t, \delta b \rangle,
+
+for each parameter. The left-hand sides are derivatives of the *whole* network: one backward pass to
+the parameters gives all of them at once, so that those which do not agree have a name. The outputs
+must besides not depend on the order of the data, nor on which of them pass together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.nn import functional as F
+
+from laplace_debias.data.inputs import Inputs, Keys, size_of, take
+from laplace_debias.network.ownership import OwnedParameter
+from laplace_debias.network.preserve import differentiable
+from laplace_debias.network.products import has_own_forward
+from laplace_debias.network.recorder import LayerCall, Recorder, check_outputs
+from laplace_debias.network.unfold import conv_padding, last_first
+
+__all__ = [
+    "RowCheck",
+    "agree",
+    "check_order",
+    "check_rows",
+    "derivatives",
+    "layer_response",
+    "random_steps",
+]
+
+N_CHECKED = 2
+"""Number of data that are enough: two, to be told apart."""
+_SEED = 2410_14325
+
+
+@dataclass(frozen=True)
+class RowCheck:
+    """What a pass of a few data showed.
+
+    Attributes:
+        calls: The calls of every layer.
+        unreached: Parameters whose layers were not called.
+        detached: Parameters whose layers ran without gradients.
+        unexplained: Parameters whose influence the rows do not explain.
+        n_outputs: Number of outputs.
+    """
+
+    calls: dict[nn.Module, list[LayerCall]]
+    unreached: tuple[str, ...]
+    detached: tuple[str, ...]
+    unexplained: tuple[str, ...]
+    n_outputs: int
+
+
+def random_steps(shapes: Sequence[Tensor]) -> list[Tensor]:
+    """Standard normal numbers in the shapes of some tensors, always the same.
+
+    Args:
+        shapes: The tensors.
+
+    Returns:
+        Tensors like them; no generator of the user's is touched.
+
+    Example:
+        >>> one, two = (random_steps([torch.empty(2, 3)])[0] for _ in range(2))
+        >>> one.shape, bool((one == two).all())
+        (torch.Size([2, 3]), True)
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+    return [torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device) for t in shapes]
+
+
+def agree(one: Tensor, two: Tensor, scale: Tensor | None = None) -> bool:
+    """Whether two tensors are equal up to what rounding can explain.
+
+    Args:
+        one: A tensor.
+        two: Another one.
+        scale: Size of the numbers that were added up; by default of the larger tensor.
+
+    Returns:
+        Whether their difference is at most a root of the precision, in units of the scale.
+
+    Example:
+        >>> agree(torch.ones(2), torch.ones(2) + 1e-6), agree(torch.ones(2), torch.zeros(2))
+        (True, False)
+    """
+    if one.shape != two.shape:
+        return False
+    finite = one.isfinite()
+    if not torch.equal(finite, two.isfinite()):
+        return False
+    one, two = one[finite], two[finite]
+    if not one.numel():  # NaN or Inf in both: not for this comparison to judge
+        return True
+    if scale is None:
+        scale = torch.maximum(one.abs().max(), two.abs().max())
+    return bool((one - two).abs().max() <= torch.finfo(one.dtype).eps ** 0.5 * scale)
+
+
+def derivatives(
+    f: Tensor, places: Sequence[Tensor | GradientEdge], v: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of ``<v, f>``, parameters included, with an error that says what to do.
+
+    Args:
+        f: Outputs, attached to their graph.
+        places: Parameters and edges of the graph.
+        v: Backward vectors, in the shape of ``f``.
+
+    Returns:
+        One gradient per place, ``None`` where the outputs do not depend on it.
+
+    Raises:
+        RuntimeError: If autograd cannot differentiate the model.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> derivatives(3 * w, [w], torch.ones(2))
+        (tensor([3., 3.]),)
+    """
+    try:
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            f, cast(Any, places), v, allow_unused=True
+        )
+        return found
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Expected a model that autograd can differentiate, got: {error} Remedy: replace "
+            "operations that change a layer's input in place."
+        ) from error
+
+
+def layer_response(geometry: nn.Module, a: Tensor, dW: Tensor) -> Tensor:
+    r"""How a layer's output rows answer to a step of its weight, :math:`\delta W a_t`.
+
+    Args:
+        geometry: ``Linear``, ``Conv1d``, ``Conv2d`` or ``Conv3d``: kernel, stride, padding.
+        a: The layer's input.
+        dW: The step, in the weight's shape.
+
+    Returns:
+        In the shape of the layer's output.
+
+    Example:
+        >>> layer_response(nn.Linear(2, 1), torch.ones(3, 2), torch.tensor([[1.0, 2.0]])).T
+        tensor([[3., 3., 3.]])
+    """
+    if isinstance(geometry, nn.Linear):
+        return F.linear(a, dW)
+    if not isinstance(geometry, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        raise TypeError(
+            f"Expected a Linear or Conv layer, got {type(geometry).__name__}. Remedy: record "
+            "layers of these types only."
+        )
+    mode = "constant" if geometry.padding_mode == "zeros" else geometry.padding_mode
+    image = F.pad(a, last_first(conv_padding(geometry)), mode=mode)
+    conv = (F.conv1d, F.conv2d, F.conv3d)[dW.ndim - 3]
+    return conv(image, dW, None, geometry.stride, 0, geometry.dilation, geometry.groups)
+
+
+def check_rows(model: nn.Module, x: Inputs, owned: Sequence[OwnedParameter]) -> RowCheck:
+    """Compare what the recorded rows say with derivatives of the whole network.
+
+    One forward and one backward pass of the data in ``x``. The network is left as found.
+
+    Args:
+        model: The network.
+        x: Inputs of a few data.
+        owned: Its Bayesian parameters.
+
+    Returns:
+        Which parameters are explained, and which are not.
+
+    Example:
+        >>> from laplace_debias.network.ownership import owned_parameters
+        >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        >>> check_rows(net, torch.randn(2, 3), owned_parameters(net)).unexplained
+        ()
+    """
+    params = [p.layers[0].get_parameter(p.role) for p in owned]
+    steps = random_steps(params)
+    by_layer: dict[nn.Module, list[int]] = {}
+    for i, p in enumerate(owned):
+        for layer in p.layers:
+            by_layer.setdefault(layer, []).append(i)
+    moved: dict[nn.Module, list[dict[int, Tensor | None]]] = {layer: [] for layer in by_layer}
+
+    def on_input(layer: nn.Module, geometry: nn.Module, a: Tensor) -> None:
+        said: dict[int, Tensor | None] = {}
+        for i in by_layer[layer]:
+            try:  # a layer that changes the shape of its input is one to name, not to fall over
+                said[i] = (
+                    steps[i] if owned[i].role == "bias" else layer_response(geometry, a, steps[i])
+                )
+            except RuntimeError:
+                said[i] = None
+        moved[layer].append(said)
+
+    recorder = Recorder(by_layer, on_input=on_input)
+    with differentiable(model, params), torch.random.fork_rng(_devices(params)):
+        with recorder.recording():
+            f = check_outputs(model(x))
+        calls = [call for layer in by_layer for call in recorder.calls[layer] if call.edge]
+        edges = [call.edge for call in calls if call.edge is not None]
+        (v,) = random_steps([f])
+        grads: Sequence[Tensor | None] = [None] * (len(edges) + len(params))
+        if f.requires_grad:
+            grads = derivatives(f, [*edges, *params], v)
+    g_of = {id(call): g for call, g in zip(calls, grads, strict=False)}
+    unreached, detached, unexplained = [], [], []
+    for i, p in enumerate(owned):
+        own = [(call, n) for layer in p.layers for n, call in enumerate(recorder.calls[layer])]
+        grad = grads[len(edges) + i]
+        if any(call.edge is None for call, _ in own):
+            detached.append(p.name)
+        elif not own and grad is None:
+            unreached.append(p.name)
+        elif not _explained(
+            steps[i],
+            grad,
+            [(g_of[id(call)], moved[call.module][n][i]) for call, n in own],
+            conv=not isinstance(p.layers[0], nn.Linear),
+        ):
+            unexplained.append(p.name)
+    return RowCheck(
+        recorder.calls, tuple(unreached), tuple(detached), tuple(unexplained), f.shape[1]
+    )
+
+
+def _explained(
+    step: Tensor,
+    grad: Tensor | None,
+    rows: Iterable[tuple[Tensor | None, Tensor | None]],
+    conv: bool,
+) -> bool:
+    """Whether the rows of all calls of a parameter make up its derivative along a step."""
+    total, scale = step.new_zeros(()), step.new_zeros(())
+    for g, response in rows:
+        if g is None:
+            continue
+        if response is None or (step.ndim > 1 and response.shape != g.shape):
+            return False
+        if step.ndim == 1 and conv:
+            response = response.reshape(-1, *[1] * (g.ndim - 2))
+        terms = g * response
+        total, scale = total + terms.sum(), scale + terms.norm()
+    truth = step.new_zeros(()) if grad is None else (grad * step).sum()
+    if grad is not None:
+        scale = torch.maximum(scale, grad.norm())
+    return agree(total, truth, scale)
+
+
+def check_order(
+    model: nn.Module, x: Inputs, key: Keys = "input_ids", whole: bool = False
+) -> str | None:
+    """Whether outputs belong to their data, in any order and any company.
+
+    Args:
+        model: The network.
+        x: Inputs of a mini-batch; its first few data are looked at.
+        key: Which entries of a mapping run over the data, see
+            :func:`laplace_debias.data.inputs.take`.
+        whole: Whether to pass the whole mini-batch as well.
+
+    Returns:
+        What is wrong, or ``None``.
+
+    Example:
+        >>> check_order(nn.Linear(2, 1), torch.randn(3, 2)) is None
+        True
+        >>> print(check_order(nn.Softmax(dim=0), torch.randn(3, 2)))
+        an output depends on which data pass together
+    """
+    n = min(size_of(x, key), N_CHECKED)
+    tensors = [p for p in model.parameters()][:1]
+    with differentiable(model, []), torch.no_grad(), torch.random.fork_rng(_devices(tensors)):
+        few = take(x, slice(0, n), key)
+        f = check_outputs(model(few))
+        if whole and not agree(check_outputs(model(x))[:n], f):
+            return "the outputs of some data differ from those of the whole mini-batch"
+        if n == 1:
+            return None
+        if not agree(check_outputs(model(take(few, torch.arange(n).flip(0), key))).flip(0), f):
+            return "outputs do not follow the order of the data"
+        alone = [check_outputs(model(take(few, slice(i, i + 1), key))) for i in range(n)]
+        if not agree(torch.cat(alone), f):
+            return "an output depends on which data pass together"
+    return None
+
+
+def likely_cause(layer: nn.Module, shared: bool) -> str:
+    """Why rows may not explain a parameter, and what to do.
+
+    Args:
+        layer: The layer that owns it.
+        shared: Whether its rows were recorded from several layers.
+
+    Returns:
+        A clause and a remedy.
+
+    Example:
+        >>> likely_cause(nn.Linear(2, 1), False)[:24]
+        'its weight is used outsi'
+    """
+    kind = type(layer).__name__
+    if has_own_forward(layer):
+        return (
+            f"the `forward` of {kind} changes its weight (standardised, scaled, masked). Remedy: "
+            "freeze it, or write what it computes into the weight of an ordinary layer"
+        )
+    if shared:
+        return "layers share it and one of them uses it in another way. Remedy: freeze it"
+    return (
+        "its weight is used outside the layer as well (a tied decoder, a penalty in the outputs). "
+        "Remedy: freeze it, or give the other use a parameter of its own"
+    )
+
+
+def _devices(params: Sequence[Tensor]) -> list[torch.device]:
+    """Devices other than the CPU whose generators the network may draw from."""
+    return list({p.device for p in params if p.device.type == "cuda"})

@@ -1,0 +1,116 @@
+"""Verified, not assumed: does each row that a layer saw belong to the datum it is counted for?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.data.inputs import Inputs, Keys, size_of, take
+from laplace_debias.network.check import agree, derivatives, random_steps
+from laplace_debias.network.recorder import LayerCall
+from laplace_debias.network.unfold import patch_order
+from laplace_debias.predictive.probing import Capture, call_gradients, call_inputs, run
+
+__all__ = ["misplaced_rows", "row_responses"]
+
+Source = tuple[LayerCall, "int | None"]
+
+
+def row_responses(source: Source, G: Tensor, step: Tensor) -> Tensor:
+    r"""How each datum's outputs answer to a step of a parameter, by what one call recorded.
+
+    :math:`\sum_t \langle g_{nt}, \delta W a_{nt} \rangle`, or
+    :math:`\sum_t \langle g_{nt}, \delta b \rangle`, for each datum n.
+
+    Args:
+        source: The call, and the dimension of its input that runs over the data.
+        G: Gradients of its output, ``[n, d_out, R]``.
+        step: The step, in the parameter's shape.
+
+    Returns:
+        ``[n]``.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> call = run(net, torch.ones(3, 2), [net]).calls[net][0]
+        >>> row_responses((call, 0), torch.ones(3, 1, 1), torch.tensor([[1.0, 2.0]]))
+        tensor([3., 3., 3.])
+    """
+    call, dim = source
+    n = len(G)
+    if step.ndim == 1:
+        return torch.einsum("nor,o->n", G, step)
+    a = call_inputs(call, n, dim, slice(0, n))  # [n, R, groups, d_in]
+    dW = step.flatten(1)
+    if isinstance(call.geometry, nn.Conv2d):
+        dW = patch_order(dW.T, call.geometry).T
+    moved = torch.einsum("nrgi,goi->ngor", a, dW.unflatten(0, (a.shape[2], -1))).flatten(1, 2)
+    return (G * moved).sum((1, 2))
+
+
+def misplaced_rows(
+    model: nn.Module,
+    x: Inputs,
+    key: Keys,
+    modules: list[nn.Module],
+    params: Sequence[Tensor],
+    sources_of: Callable[[Capture, int], Mapping[int, Sequence[Source]]],
+) -> set[int]:
+    """Which parameters' rows do not make up the Jacobian, datum by datum.
+
+    The data are passed one by one, with gradients of the parameters themselves, and together in
+    two orders, with the rows that the layers recorded.
+
+    Args:
+        model: The model, in evaluation mode with gradients on.
+        x: Inputs of a few data.
+        key: Which entries of a mapping run over the data.
+        modules: The layers to record.
+        params: The parameters.
+        sources_of: The calls that should explain a parameter, by its number, for a run of n data.
+
+    Returns:
+        Numbers of the parameters that are not explained.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> calls = lambda capture, n: {0: [(capture.calls[net][0], 0)]}
+        >>> misplaced_rows(net, torch.ones(2, 2), "x", [net], [net.weight], calls)
+        set()
+    """
+    n, steps, wrong = size_of(x, key), random_steps(params), set()
+    vectors: Tensor | None = None
+    alone = []  # [n][parameter]
+    for i in range(n):
+        f = model(take(x, slice(i, i + 1), key))
+        if not f.requires_grad:
+            return set()
+        vectors = random_steps([f.expand(n, -1)])[0] if vectors is None else vectors
+        alone.append(derivatives(f, params, vectors[i : i + 1]))
+    assert vectors is not None  # there is a datum
+    for order in [torch.arange(n)] if n == 1 else [torch.arange(n), torch.arange(n).flip(0)]:
+        capture = run(model, take(x, order, key), modules)
+        sources = sources_of(capture, n)
+        calls = {id(s[0]): s for found in sources.values() for s in found}
+        edges = [call.edge for call, _ in calls.values() if call.edge is not None]
+        if not edges:
+            continue
+        grads = torch.autograd.grad(capture.f, edges, vectors[order], allow_unused=True)
+        G = {
+            number: capture.f.new_zeros(call.shape) if g is None else g
+            for (number, (call, _)), g in zip(calls.items(), grads, strict=True)
+        }
+        for i, found in sources.items():
+            said = capture.f.new_zeros(n)
+            for call, dim in found:
+                g = call_gradients(call, G[id(call)], n, dim)
+                said = said + row_responses((call, dim), g, steps[i]).to(said.dtype)
+            for row, datum in enumerate(order.tolist()):
+                grad = alone[datum][i]
+                grad = torch.zeros_like(params[i]) if grad is None else grad
+                truth = (grad * steps[i]).sum()
+                if not agree(said[row], truth, torch.maximum(grad.norm(), said.abs().max())):
+                    wrong.add(i)
+    return wrong
