@@ -82,4 +82,5 @@ def Laplace(
             f"{subset!r}. Remedy: to leave parameters out, freeze them (`requires_grad_(False)`) "
             "and use 'all'."
         )
-    return _CLASSES[subset](model, likelihood, *args, debias=mode, **kwargs)
+    la: BaseLaplace = _CLASSES[subset](model, likelihood, *args, debias=mode, **kwargs)
+    return la
