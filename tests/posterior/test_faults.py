@@ -145,8 +145,7 @@ def assert_same(before: list[Any], after: list[Any]) -> None:
 
 def inject(faults: Faults, call: Callable[[], Any], state: Callable[[], list[Any]]) -> int:
     """Let every call of a source fail, one after the other; return how many there were."""
-    n_faults = 0
-    while True:
+    for n_faults in range(1000):
         before = state()
         faults.arm(n_faults + 1)
         try:
@@ -157,7 +156,7 @@ def inject(faults: Faults, call: Callable[[], Any], state: Callable[[], list[Any
         finally:
             faults.arm(None)
         assert_same(before, state())
-        n_faults += 1
+    raise AssertionError("no end of calls")
 
 
 OPTIONS = {
@@ -170,9 +169,7 @@ OPTIONS = {
 
 def fitted(faults: Faults, options: dict, subset: str = "all") -> Any:
     generator = torch.Generator().manual_seed(0)
-    la = Laplace(
-        trained(faults), "classification", subset, "kron", generator=generator, **options
-    )
+    la = Laplace(trained(faults), "classification", subset, "kron", generator=generator, **options)
     la.fit(BATCHES, n_data=50)
     return la
 
@@ -182,8 +179,8 @@ def fitted(faults: Faults, options: dict, subset: str = "all") -> Any:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_fit_that_fails_anywhere_changes_nothing(options, subset, faults):
     la = fitted(faults, options, subset)
-    for loader in (Loader(BATCHES, faults), drawn(faults)):
-        n = inject(faults, lambda loader=loader: la.fit(loader, n_data=60), lambda: of_posterior(la))
+    for data in (Loader(BATCHES, faults), drawn(faults)):
+        n = inject(faults, lambda data=data: la.fit(data, n_data=60), lambda: of_posterior(la))
         assert n >= (2 if faults.source != "loader" else len(BATCHES))
         assert la.n_data == 60
         la.fit(BATCHES, n_data=50)
@@ -247,7 +244,8 @@ def test_a_prediction_that_fails_anywhere_changes_nothing(subset, name, faults):
     loader = Loader(FEW, faults)
 
     def state() -> list[Any]:
-        la.prior_precision = 1.0  # so that every prediction makes its predictor anew
+        # another tensor, so that every prediction makes its predictor anew
+        la.prior_precision = la.prior_precision.clone()
         *parts, rng = of_posterior(la)
         return parts if name == "grid search, nn" else [*parts, rng]  # it draws from the global one
 
@@ -257,6 +255,26 @@ def test_a_prediction_that_fails_anywhere_changes_nothing(subset, name, faults):
         assert n >= (len(FEW) + 1 if reads else 0)
     else:
         assert n >= (len(FEW) if reads else 1)
+
+
+@pytest.mark.parametrize("structure", ["scalar", "layerwise"])
+@pytest.mark.parametrize("faults", ["likelihood"], indirect=True)
+def test_a_tuning_that_fails_anywhere_keeps_the_prior(structure, faults, monkeypatch):
+    la = fitted(faults, OPTIONS["two-batch"])
+    la.prior_precision = 7.0
+    plain = la.log_marginal_likelihood
+
+    def likelihood(*args: Any, **kwargs: Any) -> Tensor:
+        faults("likelihood")
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(la, "log_marginal_likelihood", likelihood)
+
+    def call() -> None:
+        la.optimize_prior_precision(method="marglik", n_steps=4, prior_structure=structure)
+
+    assert inject(faults, call, lambda: of_posterior(la)) == 4
+    assert (la.prior_precision != 7.0).all()
 
 
 @pytest.mark.parametrize("faults", SOURCES, indirect=True)
