@@ -35,7 +35,7 @@ from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
 from laplace_debias.kfac.upstream import BackendEngine, choose_backend, supported_types
-from laplace_debias.network.features import computing_model, detached_features
+from laplace_debias.network.features import computing_model, detached_features, first_output
 from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
 from laplace_debias.network.ownership import KFAC_TYPES, check_supported
 from laplace_debias.network.preserve import evaluation_mode
@@ -305,10 +305,11 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         with engine.cost.stage("verification"):
             if is_last_layer(self):
                 verify_last_layer(model, X, *keys)
-            elif isinstance(engine, Engine):
-                engine.reached |= verify_layers(model, X, *keys)
             else:
-                verify_layers(model, X, *keys, inside=False)
+                reached = verify_layers(model, X, *keys, inside=isinstance(engine, Engine))
+            if isinstance(engine, Engine):
+                engine.reached |= set() if is_last_layer(self) else reached
+                engine.first_output = first_output(model, X, keys[0])
 
     @property
     def parameter_names(self) -> list[str]:

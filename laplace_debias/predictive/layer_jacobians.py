@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
-from laplace_debias.network.check import N_CHECKED
 from laplace_debias.network.ownership import is_ordinary, owners
 from laplace_debias.network.unfold import patch_order
 from laplace_debias.network.verify import verify_data
@@ -98,9 +97,8 @@ class LayerJacobians:
     def _check(self, x: Inputs) -> None:
         """Find the parameters whose rows do not make up the Jacobian of a few data."""
         verify_data(self.model, x, self.key, self.targets)
-        few, params = take(x, slice(0, N_CHECKED), self.key), [block.param for block in self.blocks]
         self._misplaced |= misplaced_rows(
-            self.model, few, self.key, self.modules, params,
+            self.model, x, self.key, self.modules, [block.param for block in self.blocks],
             lambda i, capture, n: self._sources(self.blocks[i], capture, n),
         )  # fmt: skip
 
