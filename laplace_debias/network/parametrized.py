@@ -3,8 +3,8 @@ r"""Weights that a parametrisation computes, as weights of their own.
 With ``torch.nn.utils.parametrize`` a layer's weight is :math:`W = g(V)`, and what is trained is
 :math:`V`. K-FAC's block is one of W, ``kron(B, A)``; that of V is
 :math:`G^\top (B \otimes A)\, G` with :math:`G = \partial W / \partial V`, which is no Kronecker
-product unless :math:`G` is one. So a trainable V is refused. A posterior over W itself is what K-FAC
-can give: of a network that computes the same with W in the place of :math:`g(V)`.
+product unless :math:`G` is one. So a trainable V is refused. A posterior over W itself is what
+K-FAC can give: of a network that computes the same with W in the place of :math:`g(V)`.
 """
 
 from __future__ import annotations

@@ -199,14 +199,14 @@ def oracle_blocks(
     return [[N / len(y) * block[0], *block[1:]] for block in blocks]
 
 
-def heldout(one: Tensor, two: Tensor) -> Tensor:
+def heldout(one: Tensor, two: Tensor, share: float = 0.5) -> Tensor:
     """Mean curvature of two folds along each other's eigenvectors, with rising values."""
     lam = torch.zeros(len(one), dtype=torch.float64)
-    for held, other in ((one, two), (two, one)):
+    for held, other, weight in ((one, two, share), (two, one, 1 - share)):
         mu, Q = torch.linalg.eigh(other)
         values = (Q.T @ held @ Q).diagonal().clamp(min=0)
         null = mu <= 1e-9 * mu[-1]
-        lam += torch.where(null, values[null].sum() / max(1, int(null.sum())), values) / 2
+        lam += weight * torch.where(null, values[null].sum() / max(1, int(null.sum())), values)
     return torch.from_numpy(isotonic_regression(lam.numpy()).x)
 
 
