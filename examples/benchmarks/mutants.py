@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import hashlib
 import json
 import os
 import random
@@ -55,12 +56,14 @@ class Mutant:
         line: Where.
         number: Which of the file's mutants.
         what: The expression before and after.
+        digest: Of the file's content: another content has other mutants.
     """
 
     path: str
     line: int
     number: int
     what: str
+    digest: str
 
 
 def changes(node: ast.AST) -> Iterator[Callable[[ast.AST], None]]:
@@ -126,16 +129,26 @@ def sites(tree: ast.Module) -> Iterator[ast.AST]:
     yield from walk(tree)
 
 
-def mutants_of(path: Path) -> Iterator[tuple[Mutant, str]]:
+def digest_of(source: str) -> str:
+    """A name for a file's content."""
+    return hashlib.sha256(source.encode()).hexdigest()[:12]
+
+
+def mutants_of(path: str, source: str) -> Iterator[tuple[Mutant, str]]:
     """All mutants of a file, with the source of each.
 
     Args:
-        path: A Python file of the library.
+        path: Its name.
+        source: Its content.
 
     Yields:
-        The mutant and the file's content.
+        The mutant and the changed content.
+
+    Example:
+        >>> [mutant.what for mutant, _ in mutants_of("a.py", "b = -c > 0")]
+        ['-c > 0  ->  -c >= 0', '-c  ->  +c', '0  ->  1']
     """
-    tree, number = ast.parse(path.read_text()), 0
+    tree, number = ast.parse(source), 0
     nodes = list(sites(tree))
     for i, node in enumerate(nodes):
         for j, _ in enumerate(changes(node)):
@@ -144,9 +157,8 @@ def mutants_of(path: Path) -> Iterator[tuple[Mutant, str]]:
             before = ast.unparse(target).splitlines()[0][:70]
             list(changes(target))[j](target)
             after = ast.unparse(ast.fix_missing_locations(target)).splitlines()[0][:70]
-            line = getattr(node, "lineno", 0)
-            name = str(path.relative_to(ROOT))
-            yield Mutant(name, line, number, f"{before}  ->  {after}"), ast.unparse(other)
+            line, what = getattr(node, "lineno", 0), f"{before}  ->  {after}"
+            yield Mutant(path, line, number, what, digest_of(source)), ast.unparse(other)
             number += 1
 
 
@@ -155,18 +167,19 @@ def count_mutants(path: Path) -> int:
     return sum(1 for node in sites(ast.parse(path.read_text())) for _ in changes(node))
 
 
-def sample(n: int, seed: int) -> list[tuple[Path, int]]:
+def sample(folder: Path, n: int, seed: int) -> list[tuple[str, int]]:
     """Draw mutants of all rooms without replacement.
 
     Args:
+        folder: The repository, or a copy.
         n: How many; all if there are fewer.
         seed: Decides which.
 
     Returns:
         File and number of each, in the order drawn, so that the first k are a sample as well.
     """
-    files = [p for room in ROOMS for p in sorted((ROOT / "laplace_debias" / room).glob("*.py"))]
-    pairs = [(path, i) for path in files for i in range(count_mutants(path))]
+    files = [p for room in ROOMS for p in sorted((folder / "laplace_debias" / room).glob("*.py"))]
+    pairs = [(str(p.relative_to(folder)), i) for p in files for i in range(count_mutants(p))]
     return random.Random(seed).sample(pairs, min(n, len(pairs)))
 
 
@@ -243,7 +256,7 @@ def main() -> None:
     finished = {}
     if args.results.exists():
         rows = [json.loads(line) for line in args.results.read_text().splitlines()]
-        finished = {(row["path"], row["number"]): row for row in rows}
+        finished = {(row["path"], row["number"], row["digest"]): row for row in rows}
     preload()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -252,21 +265,21 @@ def main() -> None:
             shutil.copytree(ROOT / part, folder / part, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", folder)
         sys.dont_write_bytecode = True
-        for path, number in sample(args.n, args.seed):
-            relative = str(path.relative_to(ROOT))
-            if (relative, number) in finished:
+        for path, number in sample(folder, args.n, args.seed):
+            original = (folder / path).read_text()
+            if (path, number, digest_of(original)) in finished:
                 continue
-            mutant, source = next(m for m in mutants_of(path) if m[0].number == number)
-            original = (folder / relative).read_text()
-            (folder / relative).write_text(source)
+            found = mutants_of(path, original)
+            mutant, source = next(pair for pair in found if pair[0].number == number)
+            (folder / path).write_text(source)
             killed, start = "survived", time.monotonic()
-            for stage, tests in zip(STAGES, stage_tests(relative), strict=True):
+            for stage, tests in zip(STAGES, stage_tests(path), strict=True):
                 if run_tests(folder, tests) != "passed":
                     killed = stage
                     break
-            (folder / relative).write_text(original)
+            (folder / path).write_text(original)
             row = {**asdict(mutant), "killed": killed, "seconds": time.monotonic() - start}
-            finished[relative, number] = row
+            finished[path, number, mutant.digest] = row
             with args.results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
     print(Counter(row["killed"] for row in finished.values()))

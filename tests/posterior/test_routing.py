@@ -83,7 +83,9 @@ def test_crossfit_weighs_folds_by_the_rows_that_reach_a_layer():
     la = Laplace(model, "classification", "all", "kron", debias="crossfit")
     la.fit(pairs, n_data=N)
     one, two = (role(model, X, y) for X, y in pairs)
-    blocks = dict(zip(la.parameter_names, zip(la.H.eigenvectors, la.H.eigenvalues), strict=True))
+    blocks = dict(
+        zip(la.parameter_names, zip(la.H.eigenvectors, la.H.eigenvalues, strict=True), strict=True)
+    )
     for name in ("left", "right", "head"):
         (B_1, A_1, n_1), (B_2, A_2, n_2) = one[name], two[name]
         (_, Q_A), (lam_B, lam_A) = blocks[f"{name}.weight"]

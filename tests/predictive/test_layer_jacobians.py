@@ -111,3 +111,41 @@ def test_results_can_be_differentiated_in_the_inputs():
     torch.testing.assert_close(
         (gradient * step).sum(), (values[0] - values[1]) / 2, rtol=1e-6, atol=1e-13
     )
+
+
+class Elsewhere(nn.Module):
+    """A layer that sees positions before data, or data in another order."""
+
+    def __init__(self, kind):
+        """Choose."""
+        super().__init__()
+        self.kind, self.lin, self.head = kind, nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        """Map ``[n, 5, 3]`` to ``[n, 2]``."""
+        if self.kind == "merged":
+            h = self.lin(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (5, -1)).transpose(0, 1)
+        else:
+            order = x[:, 0, 0].argsort(descending=True)
+            h = self.lin(x[order])[order.argsort()]
+        return self.head(torch.tanh(h).mean(1))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("kind", "verify"), [("merged", False), ("sorted", True)])
+def test_rows_of_other_data_take_the_slow_exact_way(n, kind, verify):
+    la, _ = build((Elsewhere(kind), (5, 3)), n)
+    x = torch.randn(n, 5, 3)
+    x[:, 0, 0] = torch.arange(n)  # the order is another one
+    with pytest.warns(UserWarning, match="exact but slow"):
+        _, (moments,), _ = contracted(la, x, "joint", [la], torch.ones(1, 4), verify=verify)
+    expected = dense_covariance(la, x, 1.0).reshape(2 * n, 2 * n)
+    torch.testing.assert_close(moments[..., 0], expected, **EXACT)
+
+
+def test_one_parameter_without_any_influence_has_no_variance():
+    model = STRUCTURED["only the unused layer"]()[0]
+    model.spare.bias.requires_grad_(False)
+    la, x = build((model, (4,)))
+    _, (moments,), _ = contracted(la, x, "variance", [la], torch.ones(3, 1))
+    assert moments.shape == (5, 3, 3) and not moments.any()
