@@ -1,10 +1,10 @@
 """What a check of a model has shown, so that nothing is checked twice.
 
 A posterior makes a new predictor for every prior precision, a sweep one per grid, a comparison one
-per draw, all around one model. What was found holds until the model or the shape of its inputs
-changes: which modules it has (the very objects), which of their plain attributes, hooks and
-``forward`` they have, and which parameters require a gradient. Values of parameters and data do not
-count.
+per draw, all around one model. What was found holds until the next fit (which checks all anew), or
+until the model or the shape of its inputs changes: which modules it has (the very objects), which
+of their plain attributes, hooks and ``forward`` they have, and which parameters require a gradient.
+Values of parameters and data do not count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs, Keys, rows_of, size_of
 
-__all__ = ["question_of", "recall", "remember"]
+__all__ = ["forget", "question_of", "recall", "remember"]
 
 N_KEPT = 16
 """How many outcomes are kept for a model; the oldest goes first."""
@@ -134,3 +134,21 @@ def remember(model: nn.Module, question: Hashable, x: Inputs, answer: Any) -> No
         kept = _kept.setdefault(model, [])
         kept.append((key, [ref(module) for module in modules], answer))
         del kept[:-N_KEPT]
+
+
+def forget(model: nn.Module) -> None:
+    """Let everything about a model be checked anew.
+
+    Args:
+        model: The network.
+
+    Example:
+        >>> import torch
+        >>> net = nn.Linear(2, 1)
+        >>> remember(net, "fine?", torch.ones(3, 2), "yes")
+        >>> forget(net)
+        >>> recall(net, "fine?", torch.ones(3, 2)) is None
+        True
+    """
+    with _lock:
+        _kept.pop(model, None)

@@ -144,12 +144,13 @@ def check_order(
             return "the outputs of some data differ from those of the whole mini-batch"
         if n == 1:
             return None
-        order = torch.arange(n).roll(1)  # no datum stays in its place
-        if not agree(check_outputs(model(take(few, order, key))), f[order]):
+        order, k = torch.arange(n).roll(1), n - (total > n)  # no datum stays in its place
+        other = torch.cat([order[:k], torch.tensor([total - 1])])[:n]  # one gives way to another
+        fine = agree(check_outputs(model(take(x, other, key)))[:k], f[order[:k]])
+        if not fine and not agree(check_outputs(model(take(few, order, key))), f[order]):
             return "outputs do not follow the order of the data"
-        for rows in [[0], [*range(n - 1), total - 1]][: 1 + (total > n)]:  # alone, other company
-            if not agree(check_outputs(model(take(x, torch.tensor(rows), key)))[:1], f[:1]):
-                return "an output depends on which data pass together"
+        if not fine or not agree(check_outputs(model(take(few, slice(0, 1), key))), f[:1]):
+            return "an output depends on which data pass together"
     return None
 
 

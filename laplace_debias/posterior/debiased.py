@@ -39,6 +39,7 @@ from laplace_debias.network.features import computing_model, detached_features, 
 from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
 from laplace_debias.network.ownership import KFAC_TYPES, check_supported
 from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.remembered import forget
 from laplace_debias.network.upstream import (
     PrivateProtocol,
     backend_of,
@@ -303,6 +304,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         """Check the model that an engine computes with, on a few data."""
         keys = (row_keys(self), self.dict_key_y)
         with engine.cost.stage("verification"):
+            forget(model)
             if is_last_layer(self):
                 verify_last_layer(model, X, *keys)
             else:

@@ -36,17 +36,34 @@ def fitted(model: nn.Module, subset: str = "all"):
 
 def test_predictors_of_one_model_share_their_checks():
     model = Counting()
-    la = fitted(model)
+    la, another = fitted(model), fitted(model)
     model.calls.clear()
     la(X)
     first = len(model.calls)
-    for other in (la, fitted(model)):
+    for other in (la, another):
         model.calls.clear()
         other.prior_precision = torch.tensor(3.0)
         other(X)
         assert sum(n == len(X) for n in model.calls) == 1 and len(model.calls) <= 2 < first
     sweep_prior_precision(la, (X, Y), [0.1, 1.0])
     assert len(model.calls) <= 4
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_a_fit_checks_all_anew(subset):
+    """A switch that no attribute of the model shows."""
+    switch = []
+
+    class Mixing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.flip(0) if switch else x)
+
+    model = nn.Sequential(Mixing(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    la = fitted(model, subset)
+    la(X)
+    switch.append(True)
+    with pytest.raises(ValueError, match="Expected one row of outputs.*order.*Remedy"):
+        la.fit((X, Y), n_data=8)
 
 
 def change_flag(model: Counting) -> None:
