@@ -134,8 +134,7 @@ def check_order(
         >>> print(check_order(nn.Softmax(dim=0), torch.randn(3, 2)))
         an output depends on which data pass together
     """
-    total = size_of(x, key)
-    n = min(total, N_CHECKED)
+    n = min(total := size_of(x, key), N_CHECKED)
     devices = devices_of(list(model.parameters()))
     with differentiable(model, []), torch.no_grad(), torch.random.fork_rng(devices):
         few = take(x, slice(0, n), key)

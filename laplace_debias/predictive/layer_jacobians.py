@@ -82,12 +82,13 @@ class LayerJacobians:
         known = (n > 1, *((t.shape[1:], t.dtype) for t in tensors))
         if known in self._bytes:
             return self._bytes[known]
-        probe = run(self.model, take(x, slice(0, 1), self.key), self.modules)
+        m = min(n, 2)  # as many as it takes to tell the data apart
+        probe = run(self.model, take(x, slice(0, m), self.key), self.modules)
         C, held = probe.f.shape[1], 1
         for call in (call for calls in probe.calls.values() for call in calls):
-            held += (C + 4) * call.shape.numel() + 2 * call.kept_input.numel()
+            held += ((C + 4) * call.shape.numel() + 2 * call.kept_input.numel()) // m
         for i, block in enumerate(self.blocks):
-            if i in self._misplaced or isinstance(self._sources(block, probe, min(n, 2)), str):
+            if i in self._misplaced or isinstance(self._sources(block, probe, m), str):
                 held += 2 * C * block.param.numel()  # its Jacobian will be formed
         self._bytes[known] = (
             held * torch.finfo(torch.promote_types(probe.f.dtype, torch.float32)).bits // 8

@@ -149,3 +149,13 @@ def test_one_parameter_without_any_influence_has_no_variance():
     la, x = build((model, (4,)))
     _, (moments,), _ = contracted(la, x, "variance", [la], torch.ones(3, 1))
     assert moments.shape == (5, 3, 3) and not moments.any()
+
+
+def test_jacobians_that_have_to_be_formed_count_as_memory():
+    """Merged data are taken apart one by one if there are several, not if there is one."""
+    la, x = build((Elsewhere("merged"), (5, 3)), 3)
+    blocks = eigen_blocks(la, torch.ones(1, 4), 2**29)
+    layers = LayerJacobians(la.model, blocks, "input_ids", verify=False)
+    with differentiable(la.model, la.params):
+        several, one = layers.prepare(x), layers.prepare(x[:1])
+    assert several - one == 2 * 2 * (12 + 4) * 8  # J and its rotation, two outputs, layer `lin`
