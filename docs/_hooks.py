@@ -21,7 +21,8 @@ _DISPLAY = re.compile(r"^\.\. math::[ \t]*(.*?)(?=\n\S|\Z)", re.MULTILINE | re.D
 def formula(latex: str, display: bool = False) -> str:
     """MathML of a formula, on one line."""
     latex = " ".join(latex.split()).replace(r"\lVert", r"\|").replace(r"\rVert", r"\|")
-    return convert(latex, display="block" if display else "inline").replace("\n", "")
+    mathml: str = convert(latex, display="block" if display else "inline").replace("\n", "")
+    return mathml if display else f"<span>{mathml}</span>"  # at a line's beginning: no block
 
 
 def with_formulas(markdown: str) -> str:
