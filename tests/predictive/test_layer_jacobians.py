@@ -11,6 +11,7 @@ from laplace_debias.predictive.eigenblocks import eigen_blocks
 from laplace_debias.predictive.layer_jacobians import LayerJacobians
 from tests.cases_predictive import FALLBACK, STRUCTURED
 from tests.fitted_predictive import EXACT, build, double_precision  # noqa: F401
+from tests.network.test_check import routed
 from tests.oracles_predictive import dense_covariance, random_laplace
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -159,3 +160,19 @@ def test_jacobians_that_have_to_be_formed_count_as_memory():
     with differentiable(la.model, la.params):
         several, one = layers.prepare(x), layers.prepare(x[:1])
     assert several - one == 2 * 2 * (12 + 4) * 8  # J and its rotation, two outputs, layer `lin`
+
+
+def test_two_data_of_which_a_layer_sees_one():
+    """After two that a layer saw both: what is known of its dimensions does not hold for these."""
+    model, x = routed(), torch.randn(4, 3)
+    x[:, 0] = torch.tensor([-1.0, -2.0, -1.0, 2.0])
+    la = random_laplace(model, 3)
+    blocks = eigen_blocks(la, torch.ones(1, 6), 2**29)
+    layers = LayerJacobians(model, blocks, "input_ids", verify=False)
+    with differentiable(model, la.params), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for part in (x[:2], x[2:]):
+            layers.prepare(part)
+            _, (moments,) = layers.contract(part, "joint", [blocks])
+            expected = dense_covariance(la, part, 1.0).reshape(6, 6)
+            torch.testing.assert_close(moments[..., 0], expected, **EXACT)

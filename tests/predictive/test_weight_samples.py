@@ -104,7 +104,7 @@ def test_auto_takes_the_cheaper_way():
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("budget", [2**29, 5000, 1])
+@pytest.mark.parametrize("budget", [2**29, 2000, 1])  # all, three and one at once
 def test_samples_of_a_last_layer_do_not_depend_on_the_chunks(bias, budget):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2, bias))
