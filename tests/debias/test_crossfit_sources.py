@@ -72,3 +72,16 @@ def test_rows_of_a_stream_leave_tables_whole(sampling):
     keys = {"dict_key_x": "x", "dict_key_y": "y", "data_keys": ("x",)}
     found = fitted(seeded(WithTable), mappings, **keys)
     torch.testing.assert_close(found, fitted(Bare(table), pairs), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "curvature"])
+def test_more_data_than_there_are_is_an_error(sampling):
+    X, y = MLP_REGRESSION.data(40)
+    la = Laplace(
+        MLP_REGRESSION.model(), "regression", "all", "kron", debias="crossfit", sampling=sampling,
+        n_curvature=32,
+    )  # fmt: skip
+    batches = list(zip(X.split(8), y.split(8), strict=True))
+    with pytest.raises(ValueError, match=r"Expected `n_data` of at least \d+.*got 31. Remedy"):
+        la.fit(batches, n_data=31)
+    la.fit(batches, n_data=40)

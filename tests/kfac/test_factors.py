@@ -72,3 +72,10 @@ def test_input_factors_of_one_alone_are_none_of_both():
     whole, without = of(1, 4), replace(of(2, 3), A=(None, None))
     for total in (whole + without, without + whole):
         assert total.A == (None, None) and total.n == 7
+
+
+def test_outputs_are_there_if_they_were_kept():
+    f = torch.ones(4, 2)
+    assert replace(of(1, 4), outputs=f).kept_outputs is f
+    with pytest.raises(ValueError, match="Expected .*Remedy"):
+        _ = of(1, 4).kept_outputs

@@ -231,3 +231,11 @@ def test_chunks_stay_within_the_memory_budget(n_at_once):
     predictor(x)
     handle.remove()
     assert sizes == [n_at_once] * (6 // n_at_once)
+
+
+@pytest.mark.parametrize(("diagonal", "most"), [(False, 4), (True, 2)])
+def test_samples_are_preferred_where_they_cost_less(diagonal, most):
+    """Three outputs, two priors: 4 C + k C passes (4 C for diagonals) against 2 k per sample."""
+    predictor = StructuredPredictor(fitted_cnn()[0], [0.5, 5.0])
+    assert predictor.prefers_samples(most, diagonal)
+    assert not predictor.prefers_samples(most + 1, diagonal)
