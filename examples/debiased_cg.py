@@ -9,8 +9,11 @@ r"""Loss and accuracy along 30 CG iterations, single-batch against debiased, at 
     python -m examples.debiased_cg      # digits
     python -m examples.debiased_cg --data cifar10 --root DATA --checkpoint STATE.pt \
         --batch-sizes 512 1024 2048     # All-CNN-C
+    ... --batch-sizes 512 --draws 3 --eval-images 2048 --chunk-size 64 --progress-bar  # a few hours
 
-Runs that are done and the picture are kept in ``outputs/``.
+Runs that are done and the picture are kept in ``outputs/``; the products of a run that is not done
+are kept too, and it goes on from them. With ``--eval-images`` the loss is that of so many training
+and test images, drawn at random once, and there is no run on all data.
 """
 
 import argparse
@@ -21,6 +24,7 @@ from pathlib import Path
 import matplotlib
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from examples.quadratic_problems import add_problem_flags, load_problem
 from laplace_debias.quadratics import Quadratic, cg, debiased_cg, partition
@@ -38,7 +42,7 @@ def performance(problem, solution, options):
     regulariser = {name: options[name] for name in ("l2", "regularize_biases", "chunk_size")}
     return tuple(
         evaluate_trajectory(problem.model, LOSS, data, solution.iterates, **regulariser)
-        for data in (problem.train, problem.test)
+        for data in (problem.evaluation or problem.train, problem.test)
     )
 
 
@@ -66,21 +70,23 @@ def all_runs(problem, args, path, options):
     """Return the runs by batch size and method; finished ones are kept in a folder."""
     settings = {"iterations": args.iterations, **options}
     data = {"train": problem.train, "test": problem.test}
+    if problem.evaluation is not None:
+        data["evaluation"] = problem.evaluation
     study = CellStore.for_run(path / "runs", problem.model, data, loss=LOSS, options=settings)
     methods = {"single": single_run, "debiased": debiased_run}
-    runs = {}
-    for size in [*args.batch_sizes, len(problem.train[1])]:
-        draws = 1 if size == len(problem.train[1]) else args.draws
-        runs[size] = {name: [] for name in methods}
-        for draw in range(draws):
-            generator = torch.Generator().manual_seed(draw)
-            batch = partition(problem.train, size, generator=generator, n_batches=1)[0]
-            for name, method in methods.items():
-                measure = partial(method, problem, batch, args.iterations, options)
-                pair = study.get(
-                    f"{name} {size} {draw}", lambda run=measure: list(map(asdict, run()))
-                )
-                runs[size][name].append(tuple(TrajectoryMetrics(**metrics) for metrics in pair))
+    n_data = len(problem.train[1])
+    draws = {size: range(args.draws) for size in args.batch_sizes}
+    if problem.evaluation is None:
+        draws[n_data] = range(1)
+    todo = [(draw, size) for size in draws for draw in draws[size]]
+    runs = {size: {name: [] for name in methods} for size in draws}
+    for draw, size in tqdm(sorted(todo), disable=not args.progress_bar, desc="draws"):
+        generator = torch.Generator().manual_seed(draw)
+        batch = partition(problem.train, size, generator=generator, n_batches=1)[0]
+        for name, method in methods.items():
+            measure = partial(method, problem, batch, args.iterations, options)
+            pair = study.get(f"{name} {size} {draw}", lambda run=measure: list(map(asdict, run())))
+            runs[size][name].append(tuple(TrajectoryMetrics(**metrics) for metrics in pair))
     return runs
 
 
@@ -98,10 +104,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 256, 512])
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=30)
+    parser.add_argument("--eval-images", type=int, help="so many random images stand for all")
+    parser.add_argument("--chunk-size", type=int, default=512, help="images per pass")
+    parser.add_argument("--progress-bar", action="store_true")
     args = parser.parse_args(argv)
     problem = load_problem(args)
+    if args.eval_images is not None:
+        problem = problem.evaluated_on(args.eval_images)
     path: Path = args.out / f"debiased_cg-{problem.folder}"
-    options = {"l2": problem.l2, "regularize_biases": False, "chunk_size": 512}
+    options = {"l2": problem.l2, "regularize_biases": False, "chunk_size": args.chunk_size}
     runs = all_runs(problem, args, path, options)
 
     print(f"{problem.name}: training loss after {args.iterations} iterations, mean over draws")
