@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from laplace_debias.plots import quadratics as plots
+    from laplace_debias import plots
 
     rows = len(runs)
     figure, axes = plt.subplots(
