@@ -27,7 +27,7 @@ from torch import nn
 from tqdm import tqdm
 
 from examples.quadratic_problems import add_problem_flags, load_problem
-from laplace_debias.quadratics import Quadratic, cg, debiased_cg, partition
+from laplace_debias.quadratics import Quadratic, RecordedProducts, cg, debiased_cg, partition
 from laplace_debias.quadratics.trajectory import TrajectoryMetrics, evaluate_trajectory
 from laplace_debias.storage import CellStore
 
@@ -46,21 +46,32 @@ def performance(problem, solution, options):
     )
 
 
-def single_run(problem, batch, iterations, options):
-    """Plain CG on one mini-batch."""
-    quadratic = Quadratic(problem.model, LOSS, batch, **options)
-    solution = cg(quadratic, max_iter=iterations, rtol=0.0)
-    assert solution.n_products == quadratic.n_products
-    return performance(problem, solution, options)
+def single_run(problem, batch, iterations, options, folder):
+    """Plain CG on one mini-batch; the folder keeps its products until the run is done."""
+    H = RecordedProducts(Quadratic(problem.model, LOSS, batch, **options), folder)
+    solution = cg(H, max_iter=iterations, rtol=0.0)
+    assert solution.n_products >= H.n_products
+    return finished(problem, solution, options, H)
 
 
-def debiased_run(problem, batch, iterations, options):
+def debiased_run(problem, batch, iterations, options, folder):
     """Directions from the first half of the mini-batch, magnitudes from the second."""
     halves = partition(batch, len(batch[1]) // 2)
-    quadratics = [Quadratic(problem.model, LOSS, half, **options) for half in halves]
-    solution = debiased_cg(*quadratics, max_iter=iterations, rtol=0.0)
-    assert solution.n_products == sum(q.n_products for q in quadratics)
-    return performance(problem, solution, options)
+    H, H_tilde = (
+        RecordedProducts(Quadratic(problem.model, LOSS, half, **options), folder / name)
+        for half, name in zip(halves, ("directions", "magnitudes"), strict=True)
+    )
+    solution = debiased_cg(H, H_tilde, max_iter=iterations, rtol=0.0)
+    assert solution.n_products >= H.n_products + H_tilde.n_products
+    return finished(problem, solution, options, H, H_tilde)
+
+
+def finished(problem, solution, options, *products):
+    """Evaluate a run, and only then delete its products."""
+    metrics = performance(problem, solution, options)
+    for part in products:
+        part.clear()
+    return metrics
 
 
 # %% [markdown]
@@ -84,8 +95,10 @@ def all_runs(problem, args, path, options):
         generator = torch.Generator().manual_seed(draw)
         batch = partition(problem.train, size, generator=generator, n_batches=1)[0]
         for name, method in methods.items():
-            measure = partial(method, problem, batch, args.iterations, options)
-            pair = study.get(f"{name} {size} {draw}", lambda run=measure: list(map(asdict, run())))
+            label = f"{name} {size} {draw}"
+            folder = path / "products" / label
+            measure = partial(method, problem, batch, args.iterations, options, folder)
+            pair = study.get(label, lambda run=measure: list(map(asdict, run())))
             runs[size][name].append(tuple(TrajectoryMetrics(**metrics) for metrics in pair))
     return runs
 
