@@ -23,13 +23,13 @@ def test_a_subset_is_evaluated_and_a_run_goes_on_from_its_products(tmp_path, mon
 
     def interrupted(self, V):
         if len(made) == 40:  # within the debiased run
-            raise KeyboardInterrupt
+            raise InterruptedError
         made.append(len(V))
         return product(self, V)
 
     with monkeypatch.context() as patch:
         patch.setattr(debiased_cg.Quadratic, "__matmul__", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(InterruptedError):
             debiased_cg.main(flags)
     counted = []
     count = lambda self, V: counted.append(1) or product(self, V)  # noqa: E731

@@ -197,16 +197,16 @@ def test_a_study_goes_on_within_a_mini_batch(tmp_path, monkeypatch, shared):
 
     def count(name):
         if calls[name] == most[name]:
-            raise KeyboardInterrupt
+            raise InterruptedError
         calls[name] += 1
 
     monkeypatch.setattr(Quadratic, "__matmul__", lambda q, V: count("products") or product(q, V))
     monkeypatch.setattr(Quadratic, "restrict", lambda q, D: count("restrictions") or restrict(q, D))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(InterruptedError):
         directional_bias(model, loss, batches, **options)
     assert calls == {"products": 5, "restrictions": 0}  # in the midst of the first eigenvectors
     most["products"] = 1_000
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(InterruptedError):
         directional_bias(model, loss, batches, **options)
     assert calls["products"] > 5 and calls["restrictions"] == 2  # two mini-batches were measured
     most["restrictions"] = 6  # of two times three
