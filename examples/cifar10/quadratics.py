@@ -73,7 +73,7 @@ def studies(args) -> tuple[dict[str, DirectionalBias], EigenspaceOverlaps | None
                 LOSS,
                 batches[: args.draws],
                 k=k,
-                folder=folder / "overlaps",
+                folder=folder / f"overlaps-{args.draws}",
                 solver_options=solver,
                 **options,
             )
