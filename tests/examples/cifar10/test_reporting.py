@@ -49,10 +49,13 @@ def test_figures_have_the_papers_layout(tmp_path, monkeypatch):
     saved = {}
 
     def spy(figure, path, **kwargs):
-        saved[Path(path).name] = [
-            [ax.get_ylabel() for ax in part.axes if ax.axison]
-            for part in (figure.subfigs or [figure])
-        ], [len(part.legends) for part in (figure.subfigs or [figure])]
+        saved[Path(path).name] = (
+            [
+                [ax.get_ylabel() for ax in part.axes if ax.axison]
+                for part in (figure.subfigs or [figure])
+            ],
+            [len(part.legends) for part in (figure.subfigs or [figure])],
+        )
 
     monkeypatch.setattr(plt.Figure, "savefig", spy)
     reporting.draw(made(), tmp_path)
@@ -100,5 +103,3 @@ def test_the_reported_run_can_be_redrawn():
         ratios = result.gap_ratio("nll", method)
         assert line == [f"{ratios[budget]:.2f}" for budget in budgets]
         assert between.join(line) in readme
-
-
