@@ -60,6 +60,11 @@ def set_names(result: ComparisonResult) -> list[str]:
     return [name.removesuffix("_nll") for name in result.metrics if name.endswith("_nll")]
 
 
+def _metrics(prefix: str) -> list[str]:
+    """What the paper shows of a set: the AUROC only where there is something to tell apart."""
+    return ["accuracy", "nll", "ece", *(["auroc"] if prefix not in ("", "train") else [])]
+
+
 def report(result: ComparisonResult) -> str:
     """The gap ratios per budget and set, and the test set's gaps, biases and spreads."""
     lines = [f"Reference: {result.reference}, {result.budgets(result.reference)[0]} images.", ""]
@@ -70,7 +75,7 @@ def report(result: ComparisonResult) -> str:
         budgets = list(result.gap_ratio("nll", method))
         lines.append("set    metric    " + "".join(f"{budget:>8}" for budget in budgets))
         for prefix in ("", *set_names(result)):
-            for metric in ("accuracy", "nll", "ece"):
+            for metric in _metrics(prefix):
                 ratios = result.gap_ratio(f"{prefix}_{metric}" if prefix else metric, method)
                 values = "".join(f"{ratios[budget]:>8.2f}" for budget in budgets)
                 lines.append(f"{prefix or 'test':<6} {metric:<10}{values}")
@@ -86,7 +91,7 @@ def draw(result: ComparisonResult, out: Path, name: str = "figure") -> list[Path
     """
     plt.switch_backend("agg")
     files = [out / f"{name}.png"]
-    axes = plot_comparison(result, ["accuracy", "nll", "ece"])
+    axes = plot_comparison(result, _metrics(""))
     axes[0].figure.savefig(files[0], dpi=150)
     plt.close(axes[0].figure)
     prefixes = set_names(result)
@@ -94,8 +99,7 @@ def draw(result: ComparisonResult, out: Path, name: str = "figure") -> list[Path
         figure = plt.figure(figsize=(15, 3.1 * len(prefixes) + 0.4), layout="constrained")
         rows = figure.subfigures(len(prefixes), 1, squeeze=False).ravel()
         for row, prefix in zip(rows, prefixes, strict=True):
-            # training images are no others than the network knows: nothing to tell apart
-            metrics = ["accuracy", "nll", "ece"] + (["auroc"] if prefix != "train" else [])
+            metrics = _metrics(prefix)
             panels = row.subplots(1, 4)
             plot_comparison(result, [f"{prefix}_{m}" for m in metrics], panels[: len(metrics)])
             for empty in panels[len(metrics) :]:

@@ -37,6 +37,12 @@ def test_gap_table_has_gaps_and_their_ratio():
     assert last[1].startswith("| other | 8 | 3 |")
 
 
+def test_report_has_the_auroc_of_corrupted_images_only():
+    lines = [line.split()[:2] for line in reporting.report(made()).splitlines() if line]
+    assert ["c1", "auroc"] in lines and ["c1", "ece"] in lines and ["train", "ece"] in lines
+    assert ["test", "auroc"] not in lines and ["train", "auroc"] not in lines
+
+
 def test_curve_table_takes_some_betas_and_the_largest():
     lines = reporting.curve_table(made(), every=2).splitlines()
     assert lines[0] == "| nll by beta | 0.01 | 1 |"
