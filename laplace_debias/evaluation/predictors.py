@@ -7,7 +7,7 @@ A prediction is ``(log-probabilities [n, C],)`` for classification and ``(mean [
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from laplace.baselaplace import BaseLaplace
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.reading import read
 from laplace_debias.data.targets import check_targets
+from laplace_debias.network.calling import call_model
 from laplace_debias.network.loss import Likelihood, likelihood_name
 from laplace_debias.network.upstream import device_of
 from laplace_debias.predictive.links import check_link
@@ -68,7 +69,7 @@ def model_predictor(model: nn.Module, likelihood: Likelihood) -> Predict:
 
     @torch.no_grad()
     def predict(X: Inputs) -> Prediction:
-        output = model(X)
+        output = call_model(model, X)
         if likelihood == "classification":
             return (output.log_softmax(-1),)
         return output, torch.zeros_like(output)
@@ -121,7 +122,7 @@ def laplace_predictor(
     def predict(X: Inputs) -> Prediction:
         if isinstance(la, LogProbabilities) and not regression:
             return (la.log_probabilities(X, **options),)
-        output: Any = la(X, **options, **preferences)
+        output: Any = la(cast(Any, X), **options, **preferences)
         if regression:
             mean, variance = output
             return mean, variance

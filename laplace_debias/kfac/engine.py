@@ -27,6 +27,7 @@ from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox, OutputGram
 from laplace_debias.kfac.row_counts import RowCounter, input_rows, output_rows
+from laplace_debias.network.calling import call_model
 from laplace_debias.network.loss import (
     Fisher,
     Sampler,
@@ -164,7 +165,7 @@ class Engine:
         with self.cost.stage("passes"), evaluation_mode(self.root):
             x = X if self.embed is None else self.embed(X)
             with torch.set_grad_enabled(outputs), recorder.recording():
-                f = check_outputs(self.root(x))
+                f = check_outputs(call_model(self.root, x))
             n, C = f.shape
             self._check_called(recorder, outputs)
             if y is not None:

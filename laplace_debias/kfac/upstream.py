@@ -23,6 +23,7 @@ from laplace_debias.data.targets import check_targets
 from laplace_debias.kfac.backend import HookGGN, HookInterface
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Block, Factors
+from laplace_debias.network.calling import wants_keywords
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.ownership import KFAC_TYPES, kfac_layers
 from laplace_debias.network.recorder import Recorder
@@ -162,6 +163,13 @@ class BackendEngine:
                 f"Expected mini-batches `(X, y)` of tensors with {type(self._backend).__name__}, "
                 "which extends modules that take a tensor, got a mapping. Remedy: leave `backend` "
                 "out, or use an ASDL or curvlinops backend."
+            )
+        if not isinstance(X, (Tensor, MutableMapping)) or (
+            isinstance(X, MutableMapping) and wants_keywords(self.model, X)
+        ):
+            raise ValueError(
+                f"Expected a model of one argument with {type(self._backend).__name__}, got one "
+                "of several positional or keyword arguments. Remedy: leave `backend` out."
             )
         n = len(y)
         recorder = Recorder([self.model, *self._layers.values()], edges=False)

@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
 from laplace_debias.data.inputs import Inputs
+from laplace_debias.network.calling import call_model
 from laplace_debias.network.ownership import OwnedParameter
 from laplace_debias.network.preserve import devices_of, differentiable
 from laplace_debias.network.products import has_own_forward
@@ -211,7 +212,7 @@ def check_rows(model: nn.Module, x: Inputs, owned: Sequence[OwnedParameter]) -> 
     recorder = Recorder(by_layer, on_input=on_input)
     with differentiable(model, params), torch.random.fork_rng(devices_of(params)):
         with recorder.recording():
-            f = check_outputs(model(x))
+            f = check_outputs(call_model(model, x))
         calls = [call for layer in by_layer for call in recorder.calls[layer] if call.edge]
         edges = [call.edge for call in calls if call.edge is not None]
         (v,) = random_steps([f])

@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from laplace.baselaplace import BaseLaplace, KronLaplace
 from laplace.curvature import CurvatureInterface
-from laplace.lllaplace import LLLaplace
 from laplace.utils import FeatureExtractor, Kron, KronDecomposed
 from torch import Tensor, nn
 
@@ -27,7 +26,6 @@ __all__ = [
     "device_of",
     "dtype_of",
     "feature_extractor",
-    "find_last_layer",
     "hessian_factor",
     "is_last_layer",
     "kron_of",
@@ -165,16 +163,6 @@ def kron_of(blocks: Sequence[Sequence[Tensor]]) -> Kron:
         2
     """
     return Kron(cast("list[tuple[Tensor] | Tensor]", [list(block) for block in blocks]))
-
-
-def find_last_layer(la: LLLaplace, batch: Any) -> None:
-    """Let laplace-torch look for the last layer in one forward pass of a mini-batch.
-
-    Args:
-        la: A last-layer approximation that does not know its last layer yet.
-        batch: A mini-batch ``(X, y)`` or a mapping.
-    """
-    la._find_last_layer(batch)
 
 
 def posterior_params(la: KronLaplace) -> list[Tensor]:

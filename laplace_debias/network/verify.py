@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from laplace_debias.data.inputs import Inputs, Keys, rows_of, size_of, take
+from laplace_debias.data.inputs import Inputs, Keys, rows_of, size_of, take, tensors_of
+from laplace_debias.network.calling import call_model
 from laplace_debias.network.check import N_CHECKED, RowCheck, agree, check_rows, likely_cause
 from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.ownership import OwnedParameter, owned_parameters
@@ -140,14 +141,16 @@ def check_order(
     devices = devices_of(list(model.parameters()))
     with differentiable(model, []), torch.no_grad(), torch.random.fork_rng(devices):
         few = take(x, slice(0, n), key)
-        f = check_outputs(model(few))
-        if whole and not agree(check_outputs(model(x))[:n], f):
+        f = check_outputs(call_model(model, few))
+        if whole and not agree(check_outputs(call_model(model, x))[:n], f):
             return "the outputs of some data differ from those of the whole mini-batch"
         if n == 1:
             return None
-        if not agree(check_outputs(model(take(few, torch.arange(n).flip(0), key))).flip(0), f):
+        turned = take(few, torch.arange(n).flip(0), key)
+        if not agree(check_outputs(call_model(model, turned)).flip(0), f):
             return "outputs do not follow the order of the data"
-        alone = [check_outputs(model(take(few, slice(i, i + 1), key))) for i in range(n)]
+        single = [take(few, slice(i, i + 1), key) for i in range(n)]
+        alone = [check_outputs(call_model(model, one)) for one in single]
         if not agree(torch.cat(alone), f):
             return "an output depends on which data pass together"
     return None
@@ -173,6 +176,7 @@ def check_data(
     """
     names = rows_of(x, key) if isinstance(x, MutableMapping) else []
     guessed = isinstance(key, str) and len(set(names) - {targets}) > 1
+    guessed |= isinstance(x, (tuple, list)) and len(tensors_of(x)) > 1
     cause = (
         "the model reorders or mixes its mini-batch, or draws random numbers. Remedy: give the "
         "outputs back in the order of the inputs, and normalise with statistics of the training"

@@ -21,7 +21,7 @@ from laplace.utils.enums import Likelihood, TuningMethod
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
-from laplace_debias.data.reading import read
+from laplace_debias.data.reading import on_device, read
 from laplace_debias.data.roles import TrainingData, training_size
 from laplace_debias.debias.bias import CurvatureBias, curvature_bias
 from laplace_debias.debias.crossfit import fit_crossfit
@@ -35,6 +35,7 @@ from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
 from laplace_debias.kfac.upstream import BackendEngine, choose_backend, supported_types
+from laplace_debias.network.calling import OutputPicker
 from laplace_debias.network.features import computing_model, detached_features
 from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
 from laplace_debias.network.ownership import KFAC_TYPES, check_supported
@@ -110,8 +111,10 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         generator: torch.Generator | None = None,
         verify: bool = True,
         data_keys: Iterable[str] | None = None,
+        output: Callable[[Any], Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
+        model = model if output is None else OutputPicker(model, output)
         self.debias = debias_mode(debias)
         self.verify = verify
         self.data_keys = None if data_keys is None else tuple(data_keys)
@@ -458,7 +461,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         """Posterior predictive, as laplace-torch's, in evaluation mode and with its ``generator``.
 
         Args:
-            x: Inputs ``[n, ...]`` or a mapping.
+            x: Inputs ``[n, ...]``, a mapping, or a tuple of positional arguments.
             pred_type: ``"glm"`` (linearised network) or ``"nn"`` (sampled networks).
             joint: Regression: whether to return the covariance across data.
             link_approx: ``"probit"``, ``"mc"``, ``"bridge"`` or ``"bridge_norm"``.
@@ -510,7 +513,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         a number. Metrics are computed from it.
 
         Args:
-            x: Inputs ``[n, ...]`` or a mapping.
+            x: Inputs ``[n, ...]``, a mapping, or a tuple of positional arguments.
             pred_type: ``"glm"`` (linearised network) or ``"nn"`` (sampled networks).
             link_approx: ``"probit"``, ``"mc"``, ``"bridge"`` or ``"bridge_norm"``.
             n_samples: Number of samples for ``"mc"`` and for ``pred_type="nn"``.
@@ -643,7 +646,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             Outputs ``[S, n, C]``; the model is never written to.
         """
         check_n_samples(n_samples)
-        X = X.to(device_of(self)) if isinstance(X, Tensor) else X
+        X = on_device(X, device_of(self))
         samples = self.sample(n_samples, generator)
         with evaluation_mode(self.model):
             outputs = torch.stack(

@@ -12,18 +12,19 @@ from laplace.baselaplace import BaseLaplace, KronLaplace
 from laplace.lllaplace import KronLLLaplace
 from torch import Tensor, nn
 
+from laplace_debias.data.inputs import take
 from laplace_debias.data.pool import is_map_style
 from laplace_debias.data.reading import as_batches, unpack
 from laplace_debias.debias.options import debias_mode
 from laplace_debias.network.features import LastLayerNetwork
-from laplace_debias.network.preserve import preserved
+from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.upstream import (
     device_of,
     feature_extractor,
-    find_last_layer,
     last_layer_name,
     last_layer_of,
     posterior_params,
+    row_keys,
     unchecked_prior,
 )
 from laplace_debias.posterior.debiased import DebiasedPosterior
@@ -131,10 +132,9 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):  # type: ignore[m
             if first is None:
                 return []
             loader = itertools.chain([first], batches)
-        unpack(first, device_of(self), self.dict_key_y)
-        with preserved(self.model):  # laplace-torch's hooks stay if the forward pass raises
-            self.model.eval()
-            find_last_layer(self, first)
+        X, _ = unpack(first, device_of(self), self.dict_key_y)
+        with evaluation_mode(self.model), torch.no_grad():
+            feature_extractor(self.model).find_last_layer(take(X, slice(0, 1), row_keys(self)))
         self._last_layer_found()
         return loader
 
@@ -199,8 +199,9 @@ def Laplace(
             ``"single"`` uses one mini-batch (or a whole loader) for both, scaled to the training
             set: the biased baseline.
         **kwargs: Handed to the class, e.g. ``kfac_approx``, ``fisher``, ``sampler``, ``generator``,
-            ``verify=False`` (no check of the model) and ``data_keys`` (the entries of mappings
-            that have one row per datum), see :class:`DebiasedKronLaplace`.
+            ``verify=False`` (no check of the model), ``data_keys`` (the entries of mappings
+            that have one row per datum) and ``output`` (a function that picks the tensor of
+            outputs from what the model returns), see :class:`DebiasedKronLaplace`.
 
     Returns:
         A :class:`DebiasedKronLaplace` or :class:`DebiasedKronLLLaplace`, or with ``debias=False``

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs, Keys, size_of, take
+from laplace_debias.data.inputs import Inputs, Keys, size_of, take, tensors_of
 from laplace_debias.network.check import N_CHECKED
 from laplace_debias.network.ownership import is_ordinary, owners
 from laplace_debias.network.unfold import patch_order
@@ -79,8 +79,7 @@ class LayerJacobians:
         if self.verify and (n > 1) not in self._verified:
             self._check(x)
             self._verified.add(n > 1)
-        tensors = [x] if isinstance(x, Tensor) else [v for v in x.values() if isinstance(v, Tensor)]
-        known = (n > 1, *((t.shape[1:], t.dtype) for t in tensors))
+        known = (n > 1, *((t.shape[1:], t.dtype) for t in tensors_of(x)))
         if known in self._bytes:
             return self._bytes[known]
         probe = run(self.model, take(x, slice(0, 1), self.key), self.modules)

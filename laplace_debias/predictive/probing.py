@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
+from laplace_debias.network.calling import call_model
 from laplace_debias.network.recorder import LayerCall, Recorder, check_outputs, count_uses
 from laplace_debias.network.unfold import patches
 
@@ -66,7 +67,7 @@ def run(model: nn.Module, x: Inputs, modules: list[nn.Module], keep_graph: bool 
     """
     recorder = Recorder(modules, keep_inputs=True, keep_graph=keep_graph)
     with recorder.recording():
-        f = check_outputs(model(x))
+        f = check_outputs(call_model(model, x))
     return Capture(f, recorder.calls, count_uses(f))
 
 
@@ -147,7 +148,7 @@ def per_datum_jacobians(
     """
     rows: list[list[Tensor]] = [[] for _ in params]
     for i in range(size_of(x, key)):
-        f = model(take(x, slice(i, i + 1), key)).reshape(-1)
+        f = call_model(model, take(x, slice(i, i + 1), key)).reshape(-1)
         for c in range(len(f)):
             grads = torch.autograd.grad(
                 f[c], params, retain_graph=True, create_graph=keep_graph, allow_unused=True

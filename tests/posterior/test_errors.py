@@ -285,13 +285,13 @@ def test_scales_must_be_positive(subset):
 
 def test_things_that_are_no_tensors():
     X, y = MLP.data(6)
-    with says("inputs of a mini-batch as a tensor or a mapping, got ndarray"):
+    with says("inputs of a mini-batch as a tensor, a mapping or a tuple, got ndarray"):
         make().fit([(X.numpy(), y.numpy())] * 2, n_data=20)
     la = make()
     with says("loader of mini-batches, got the dataset TensorDataset"):
         la.fit(TensorDataset(X, y))
     la.fit((X, y), curvature_loader=MLP.data(6, 2), n_data=20)
-    with says("inputs as a tensor or a mapping, got ndarray"):
+    with says("inputs as a tensor, a mapping or a tuple, got ndarray"):
         la(X.numpy())
 
 
@@ -307,8 +307,8 @@ def test_models_that_return_no_tensor():
             self.layer = nn.Linear(3, 4)
 
         def forward(self, x):
-            return self.layer(x), x
+            return {"scores": self.layer(x)}
 
     la = Laplace(Pair().double(), "classification", "all", "kron", debias=True)
-    with says("model output of shape .n, C., got tuple"):
+    with says("returns a tensor, something with `logits`.*got dict with the entries"):
         la.fit(MLP.data(6), curvature_loader=MLP.data(6, 2), n_data=20)
