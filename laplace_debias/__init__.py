@@ -26,7 +26,13 @@ from laplace_debias.evaluation import (
     sweep_prior_precision,
 )
 from laplace_debias.kfac import HookEF, HookGGN
-from laplace_debias.network import LayerCheck, ModelCheck, check_model, freeze_unsupported
+from laplace_debias.network import (
+    FreezeSummary,
+    LayerCheck,
+    ModelCheck,
+    check_model,
+    freeze_unsupported,
+)
 from laplace_debias.posterior import DebiasedKronLaplace, DebiasedKronLLLaplace, Laplace
 from laplace_debias.predictive import LinearizedPredictive, linearized_predictive
 
@@ -43,6 +49,7 @@ __all__ = [
     "ModelCheck",
     "LayerCheck",
     "freeze_unsupported",
+    "FreezeSummary",
     # prediction and prior precision
     "linearized_predictive",
     "LinearizedPredictive",

@@ -85,10 +85,8 @@ def check_parameters(
         few, rows = n, check_rows(model, x, owned)
     found = []
     for p in owned:
-        layer = p.layers[0]
-        status, note = _status(p, rows, few)
-        size = layer.get_parameter(p.role).numel()
-        found.append(LayerCheck(p.name, type(layer).__name__, size, status, note))
+        kind, size = type(p.layers[0]).__name__, p.layers[0].get_parameter(p.role).numel()
+        found.append(LayerCheck(p.name, kind, size, *_status(p, rows, few)))
     return found, rows
 
 
@@ -101,11 +99,15 @@ def _status(p: OwnedParameter, rows: RowCheck, n: int) -> tuple[Status, str]:
             f"a larger mini-batch, or freeze it, {freeze}"
         )
     if p.name in rows.detached:
-        return "not supported", (
-            f"its layer runs without gradients. Remedy: no `no_grad` around it, or {freeze}"
-        )
+        why = "its layer runs without gradients. Remedy: no `no_grad` around it, or "
+        return "not supported", why + freeze
     if p.name in rows.unexplained:
         return "not supported", likely_cause(p.layers[0], len(p.layers) > 1)
+    if p.name in rows.mixed:
+        why = "its layer does not see the data along its first dimension. Remedy: "
+        return "not supported", f"{why}`batch_first=True`, or freeze it, {freeze}"
+    if p.scales:
+        return "exact", ""
     calls = [call for layer in p.layers for call in rows.calls[layer]]
     positions = sum(call.shape.numel() // call.d_out for call in calls) / n
     notes = []
@@ -146,12 +148,11 @@ def check_order(
             return "the outputs of some data differ from those of the whole mini-batch"
         if n == 1:
             return None
-        turned = take(few, torch.arange(n).flip(0), key)
-        if not agree(check_outputs(call_model(model, turned)).flip(0), f):
+        turned = call_model(model, take(few, torch.arange(n).flip(0), key))
+        if not agree(check_outputs(turned).flip(0), f):
             return "outputs do not follow the order of the data"
-        single = [take(few, slice(i, i + 1), key) for i in range(n)]
-        alone = [check_outputs(call_model(model, one)) for one in single]
-        if not agree(torch.cat(alone), f):
+        alone = [call_model(model, take(few, slice(i, i + 1), key)) for i in range(n)]
+        if not agree(torch.cat([check_outputs(one) for one in alone]), f):
             return "an output depends on which data pass together"
     return None
 
@@ -224,7 +225,8 @@ def verify_layers(
     """
     owned = owned_parameters(model)
     found, rows = check_parameters(model, x, owned, key)
-    wrong = [f"{c.name} ({c.kind}): {c.note}" for c in found if c.name in rows.unexplained]
+    refused = {*rows.unexplained, *rows.mixed}
+    wrong = [f"{c.name} ({c.kind}): {c.note}" for c in found if c.name in refused]
     wrong += [
         f"{p.name} ({type(p.layers[0]).__name__}): its layer has a `forward` of its own, which "
         "this backend does not look into. Remedy: leave `backend` out"

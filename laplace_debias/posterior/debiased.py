@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,9 +37,12 @@ from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
 from laplace_debias.kfac.upstream import BackendEngine, choose_backend, supported_types
 from laplace_debias.network.calling import OutputPicker
 from laplace_debias.network.features import computing_model, detached_features
+from laplace_debias.network.freezing import check_supported
+from laplace_debias.network.layers import SUPPORTED_TYPES
 from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
-from laplace_debias.network.ownership import KFAC_TYPES, check_supported
+from laplace_debias.network.ownership import transposed_parameters
 from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.selection import Parameters, select_parameters, selected
 from laplace_debias.network.upstream import (
     PrivateProtocol,
     backend_of,
@@ -86,6 +89,9 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         memory_budget: Bytes that a prediction should stay within.
         verify: Whether fits and predictors check on a few data that the model is one they can
             represent, see :func:`laplace_debias.check_model`.
+        parameters: Which parameters are Bayesian, whether frozen or not, see
+            :func:`laplace_debias.network.selection.select_parameters`; ``requires_grad`` is left
+            as it is.
         data_keys: The entries of inputs that are mappings which have one row per datum; by default
             all tensors with as many rows.
     """
@@ -112,6 +118,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         verify: bool = True,
         data_keys: Iterable[str] | None = None,
         output: Callable[[Any], Tensor] | None = None,
+        parameters: Parameters = None,
         **kwargs: Any,
     ) -> None:
         model = model if output is None else OutputPicker(model, output)
@@ -143,14 +150,21 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         self.fisher = self._chosen_fisher(backend, fisher, kwargs["backend_kwargs"])
         # convolutions in the features are no concern of a last layer's factors
         all_layers = not issubclass(type(self), LLLaplace)
-        types = KFAC_TYPES
+        types = SUPPORTED_TYPES
         if backend is not None and not issubclass(backend, HookInterface):
             backend = choose_backend(backend, model if all_layers else nn.Identity())
             types = supported_types(backend)
-        if all_layers:
-            check_supported(model, types)
+        if parameters is not None and not all_layers:
+            raise ValueError(
+                "Expected `parameters` with subset_of_weights='all' only, got them with the last "
+                "layer. Remedy: subset_of_weights='all', with parameters='head' for that layer."
+            )
         kwargs["backend"] = backend or HookGGN
-        super().__init__(model, likelihood, *args, **kwargs)
+        self._chosen = None if parameters is None else select_parameters(model, parameters)
+        with nullcontext() if self._chosen is None else selected(model, self._chosen):
+            if all_layers:
+                check_supported(model, types)
+            super().__init__(model, likelihood, *args, **kwargs)
         check_prior_precision(unchecked_prior(self)[0])  # unchecked while the last layer is unknown
         for name in ("sigma_noise", "temperature"):
             value = float(getattr(self, name))
@@ -278,6 +292,9 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         }
         last = is_last_layer(self)
         with computing_model(self.model, last) as (model, cast):
+            if self._chosen is not None:
+                for name, p in model.named_parameters():
+                    p.requires_grad_(name in self._chosen)  # put back with all else
             engine: FactorEngine
             if not issubclass(backend, HookInterface):
                 engine = BackendEngine(
@@ -335,7 +352,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             ValueError: If its eigenvalues do not fit into the model's dtype.
         """
         dtype = dtype_of(self)
-        H = fitted.decomposed(dtype, self.damping)
+        transposed = transposed_parameters(self.model, posterior_params(self))
+        H = fitted.decomposed(dtype, self.damping, transposed)
         for name, block in zip(self.parameter_names, H.eigenvalues, strict=True):
             if not all(torch.isfinite(values).all() for values in block):
                 raise ValueError(

@@ -200,8 +200,9 @@ def Laplace(
             set: the biased baseline.
         **kwargs: Handed to the class, e.g. ``kfac_approx``, ``fisher``, ``sampler``, ``generator``,
             ``verify=False`` (no check of the model), ``data_keys`` (the entries of mappings
-            that have one row per datum) and ``output`` (a function that picks the tensor of
-            outputs from what the model returns), see :class:`DebiasedKronLaplace`.
+            that have one row per datum), ``parameters`` (which are Bayesian: ``"lora"``,
+            ``"head"``, a name or pattern, or a list of them) and ``output`` (a function that picks
+            the tensor of outputs from what the model returns), see :class:`DebiasedKronLaplace`.
 
     Returns:
         A :class:`DebiasedKronLaplace` or :class:`DebiasedKronLLLaplace`, or with ``debias=False``

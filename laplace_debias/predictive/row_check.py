@@ -10,16 +10,25 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
 from laplace_debias.network.calling import call_model
 from laplace_debias.network.check import agree, derivatives, random_steps
+from laplace_debias.network.layers import is_norm, is_transposed
 from laplace_debias.network.recorder import LayerCall
 from laplace_debias.network.unfold import patch_order
-from laplace_debias.predictive.probing import Capture, call_gradients, call_inputs, run
+from laplace_debias.predictive.probing import (
+    Capture,
+    call_gradients,
+    call_inputs,
+    call_normalised,
+    run,
+)
 
 __all__ = ["misplaced_rows", "row_responses"]
 
 Source = tuple[LayerCall, "int | None"]
 
 
-def row_responses(source: Source, G: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+def row_responses(
+    source: Source, G: Tensor, step: Tensor, bias: bool = False
+) -> tuple[Tensor, Tensor]:
     r"""How each datum's outputs answer to a step of a parameter, by what one call recorded.
 
     :math:`\sum_t \langle g_{nt}, \delta W a_{nt} \rangle`, or
@@ -29,6 +38,7 @@ def row_responses(source: Source, G: Tensor, step: Tensor) -> tuple[Tensor, Tens
         source: The call, and the dimension of its input that runs over the data.
         G: Gradients of its output, ``[n, d_out, R]``.
         step: The step, in the parameter's shape.
+        bias: Whether it is one of a bias.
 
     Returns:
         The sums ``[n]``, and the norms ``[n]`` of what was added up: the sums may be far smaller
@@ -42,11 +52,13 @@ def row_responses(source: Source, G: Tensor, step: Tensor) -> tuple[Tensor, Tens
     """
     call, dim = source
     n = len(G)
-    if step.ndim == 1:
-        terms = G * step.unsqueeze(-1)
+    if bias or is_norm(call.module):
+        terms = G * step.reshape(-1, 1)
+        if is_norm(call.module) and not bias:
+            terms = terms * call_normalised(call, call.module, n, dim)
         return terms.sum((1, 2)), terms.flatten(1).norm(dim=1)
     a = call_inputs(call, n, dim, slice(0, n))  # [n, R, groups, d_in]
-    dW = step.flatten(1)
+    dW = step.T if is_transposed(call.module) else step.flatten(1)
     if isinstance(call.geometry, nn.Conv2d):
         dW = patch_order(dW.T, call.geometry).T
     moved = torch.einsum("nrgi,goi->ngor", a, dW.unflatten(0, (a.shape[2], -1))).flatten(1, 2)
@@ -112,7 +124,8 @@ def misplaced_rows(
             said, scale = capture.f.new_zeros(n), capture.f.new_zeros(n)
             for call, dim in found:
                 g = call_gradients(call, G[id(call)], n, dim)
-                new, size = row_responses((call, dim), g, steps[i])
+                bias = params[i] is call.module._parameters.get("bias")
+                new, size = row_responses((call, dim), g, steps[i], bias)
                 said, scale = said + new.to(said.dtype), torch.hypot(scale, size.to(said.dtype))
             for row, datum in enumerate(order.tolist()):
                 grad = alone[datum][i]

@@ -20,7 +20,7 @@ def test_responses_of_a_convolution_are_directional_derivatives(groups):
     G = v.reshape(3, 4, -1)
     said, _ = row_responses((capture.calls[net][0], 0), G, step)
     torch.testing.assert_close(said, (v * moved).sum(1))
-    said, _ = row_responses((capture.calls[net][0], 0), G, torch.ones(4).double())
+    said, _ = row_responses((capture.calls[net][0], 0), G, torch.ones(4).double(), bias=True)
     torch.testing.assert_close(said, v.sum(1))
 
 
