@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.reading import read
-from laplace_debias.evaluation.predictors import laplace_predictor, model_predictor
+from laplace_debias.evaluation.predictors import for_metrics, laplace_predictor, model_predictor
 from laplace_debias.evaluation.reports import CalibrationReport
 from laplace_debias.evaluation.streams import CalibrationMetrics, RegressionMetrics
 from laplace_debias.network.loss import likelihood_name
@@ -119,7 +119,7 @@ def evaluate(
             "Remedy: evaluate it as a loader of its own."
         )
     metrics: CalibrationMetrics | RegressionMetrics
-    if kind == "classification":
+    if kind != "regression":
         metrics = CalibrationMetrics(n_bins)
     else:
         metrics = RegressionMetrics(sigma_noise=noise)
@@ -131,6 +131,8 @@ def evaluate(
                 shapes |= {X.shape[1:]} if isinstance(X, Tensor) else set()
                 if isinstance(metrics, CalibrationMetrics):
                     (log_probs,) = predict(X)
+                    if kind == "bernoulli":
+                        (log_probs,), y = for_metrics((log_probs,), y, kind)
                     metrics.update(log_probs, y)
                 else:
                     mean, variance = predict(X)

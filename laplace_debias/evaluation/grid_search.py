@@ -14,8 +14,13 @@ from laplace.utils.enums import PredType
 from torch import Tensor
 
 from laplace_debias.data.reading import read
-from laplace_debias.data.targets import check_targets
-from laplace_debias.evaluation.predictors import Predict, Update, laplace_predictor, run_sweep
+from laplace_debias.evaluation.predictors import (
+    Predict,
+    Update,
+    for_metrics,
+    laplace_predictor,
+    run_sweep,
+)
 from laplace_debias.evaluation.sweep_result import SweepResult
 from laplace_debias.evaluation.table import UserMetric, metric_table
 from laplace_debias.network.loss import likelihood_name
@@ -178,7 +183,6 @@ def _run_networks(
             n_data = 0
             for x, y in read(loader, device_of(la), la.dict_key_y, name="val_loader"):
                 prediction = predict(x)
-                check_targets(y, prediction[0].shape, likelihood)
-                update(i, prediction, y)
+                update(i, *for_metrics(prediction, y, likelihood))
                 n_data += len(y)
     return n_data

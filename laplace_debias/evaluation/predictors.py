@@ -12,10 +12,12 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from laplace.baselaplace import BaseLaplace
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.reading import read
 from laplace_debias.data.targets import check_targets
+from laplace_debias.network.bernoulli import binary_labels
 from laplace_debias.network.calling import call_model
 from laplace_debias.network.loss import Likelihood, likelihood_name
 from laplace_debias.network.upstream import device_of
@@ -31,6 +33,7 @@ __all__ = [
     "LogProbabilities",
     "Predict",
     "Update",
+    "for_metrics",
     "laplace_predictor",
     "model_predictor",
     "run_sweep",
@@ -72,6 +75,8 @@ def model_predictor(model: nn.Module, likelihood: Likelihood) -> Predict:
         output = call_model(model, X)
         if likelihood == "classification":
             return (output.log_softmax(-1),)
+        if likelihood == "bernoulli":
+            return (logsigmoid(torch.stack([-output, output], dim=-1)),)
         return output, torch.zeros_like(output)
 
     return predict
@@ -131,6 +136,36 @@ def laplace_predictor(
     return predict
 
 
+def for_metrics(
+    prediction: Prediction, y: Tensor, likelihood: Likelihood
+) -> tuple[Prediction, Tensor]:
+    """A prediction and its targets as metrics take them, once they fit each other.
+
+    Args:
+        prediction: What a predictor returned.
+        y: The targets.
+        likelihood: Of the outputs.
+
+    Returns:
+        The same; of labels (Bernoulli), every one as a datum of two classes.
+
+    Raises:
+        ValueError: If the targets do not fit.
+
+    Example:
+        >>> log_probs = torch.full((4, 3, 2), 0.5).log()
+        >>> (flat,), labels = for_metrics((log_probs,), torch.ones(4, 3), "bernoulli")
+        >>> flat.shape, labels.shape
+        (torch.Size([12, 2]), torch.Size([12]))
+    """
+    if likelihood != "bernoulli":
+        check_targets(y, prediction[0].shape, likelihood)
+        return prediction, y
+    (log_probs,) = prediction
+    check_targets(y, log_probs.shape[:-1], likelihood)
+    return (log_probs.flatten(0, -2),), binary_labels(y.flatten())
+
+
 def run_sweep(
     la: BaseLaplace,
     predictor: Predictor,
@@ -176,14 +211,13 @@ def run_sweep(
                 predictor,
                 x,
                 regression=likelihood == "regression",
+                labels=likelihood == "bernoulli",
                 link_approx=link_approx,
                 n_samples=n_samples,
                 method=method,
                 generator=generator,
             )
             for i, prediction in enumerate(predictions):
-                if i == 0:
-                    check_targets(y, prediction[0].shape, likelihood)
-                update(i, prediction, y)
+                update(i, *for_metrics(prediction, y, likelihood))
             n_data += len(y)
     return n_data

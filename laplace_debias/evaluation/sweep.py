@@ -129,5 +129,5 @@ def sweep_prior_precision(
         values,
         better,
         n_data,
-        link if likelihood == "classification" else None,
+        None if likelihood == "regression" else link,
     )

@@ -58,7 +58,11 @@ from laplace_debias.network.upstream import (
 from laplace_debias.network.verify import verify_last_layer, verify_layers
 from laplace_debias.posterior.state import check_parameters, load_state, save_state
 from laplace_debias.predictive.eigenblocks import check_prior_precision
-from laplace_debias.predictive.links import check_n_samples, mean_log_probabilities
+from laplace_debias.predictive.links import (
+    check_n_samples,
+    mean_label_log_probabilities,
+    mean_log_probabilities,
+)
 from laplace_debias.predictive.network_samples import network_samples
 from laplace_debias.predictive.predictions import Prediction, glm_predictions
 from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
@@ -139,7 +143,12 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                     "Expected the backend HookGGN or HookEF with debias='crossfit', which weights "
                     f"each datum, got {backend.__name__}. Remedy: leave `backend` out."
                 )
-        likelihood_name(likelihood)
+        labels = likelihood_name(likelihood) == "bernoulli"
+        if labels and backend is not None and not issubclass(backend, HookInterface):
+            raise ValueError(
+                "Expected the backend HookGGN or HookEF with likelihood='bernoulli', which no "
+                f"other knows, got {backend.__name__}. Remedy: leave `backend` out."
+            )
         if kwargs.get("damping"):
             warnings.warn(
                 "`damping=True` has no effect: laplace-torch drops it when it adds the prior.",
@@ -164,7 +173,10 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         with nullcontext() if self._chosen is None else selected(model, self._chosen):
             if all_layers:
                 check_supported(model, types)
-            super().__init__(model, likelihood, *args, **kwargs)
+            # laplace-torch knows no Bernoulli likelihood; nothing of its own depends on the links
+            known = "classification" if labels else likelihood
+            super().__init__(model, known, *args, **kwargs)
+        self.likelihood = likelihood
         check_prior_precision(unchecked_prior(self)[0])  # unchecked while the last layer is unknown
         for name in ("sigma_noise", "temperature"):
             value = float(getattr(self, name))
@@ -491,7 +503,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             **model_kwargs: For the network's forward pass with ``pred_type="nn"``.
 
         Returns:
-            Class probabilities ``[n, C]``, or for regression and rewards mean and (co)variance.
+            Class probabilities ``[n, C]`` (with ``likelihood="bernoulli"`` those of yes for each
+            output), or for regression and rewards mean and (co)variance.
 
         Raises:
             AttributeError: Before ``fit``.
@@ -500,7 +513,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         self.check_fitted()
         options = (n_samples, diagonal_output, generator)
         if not self._predicts_values(fitting):
-            return self.log_probabilities(x, pred_type, link_approx, *options, **model_kwargs).exp()
+            log_p = self.log_probabilities(x, pred_type, link_approx, *options, **model_kwargs)
+            return (log_p[..., 1] if self._predicts_labels() else log_p).exp()
         pred_type, link_approx = self._checked_options(pred_type, link_approx, generator)
         if pred_type == "nn":
             samples = self.network_samples(x, n_samples, generator, **model_kwargs)
@@ -509,6 +523,10 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             return self.output_moments(x, joint=True)
         mean, variance = self._glm_prediction(x, link_approx, *options, values=True)
         return mean, variance
+
+    def _predicts_labels(self) -> bool:
+        """Whether every output is a yes-or-no label of its own."""
+        return likelihood_name(self.likelihood) == "bernoulli"
 
     def _predicts_values(self, fitting: bool = False) -> bool:
         """Whether outputs are the predictions: for a regression, and for rewards."""
@@ -540,7 +558,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             **model_kwargs: For the network's forward pass with ``pred_type="nn"``.
 
         Returns:
-            Log-probabilities ``[n, C]``.
+            Log-probabilities ``[n, C]``; with ``likelihood="bernoulli"`` of no and yes for each
+            output, ``[n, C, 2]``.
 
         Raises:
             AttributeError: Before ``fit``.
@@ -555,7 +574,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         pred_type, link_approx = self._checked_options(pred_type, link_approx, generator)
         if pred_type == "nn":
             samples = self.network_samples(x, n_samples, generator, **model_kwargs)
-            return mean_log_probabilities(samples)
+            labels = self._predicts_labels()
+            return (mean_label_log_probabilities if labels else mean_log_probabilities)(samples)
         options = (n_samples, diagonal_output, generator)
         return self._glm_prediction(x, link_approx, *options, values=False)[0]
 
@@ -605,6 +625,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             method=self.predictive_method,
             generator=generator,
             diagonal_output=diagonal_output,
+            labels=self._predicts_labels() and not values,
         )
         return prediction
 
@@ -638,6 +659,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
     def predictive_samples(self, *args: Any, **kwargs: Any) -> Tensor:
         """Samples of the predictive, ``[S, n, C]``; see laplace-torch."""
         self.check_fitted()
+        if self._predicts_labels():
+            return self._inverse_link(self.functional_samples(*args, **kwargs))
         return super().predictive_samples(*args, **kwargs)
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
@@ -681,6 +704,12 @@ class DebiasedPosterior(PrivateProtocol, _Base):
     ) -> Tensor:
         """The same as class probabilities, or for regression as they are."""
         fs = self.network_samples(X, n_samples, generator, **model_kwargs)
+        return self._inverse_link(fs)
+
+    def _inverse_link(self, fs: Tensor) -> Tensor:
+        """Probabilities of sampled outputs, or the outputs themselves."""
+        if self._predicts_labels():
+            return torch.sigmoid(fs)
         return fs if self._predicts_values() else torch.softmax(fs, dim=-1)
 
     def optimize_prior_precision(

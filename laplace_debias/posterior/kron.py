@@ -43,7 +43,8 @@ class DebiasedKronLaplace(DebiasedPosterior, KronLaplace):
         model: Trained network. Every trainable parameter must belong to a layer that K-FAC can
             represent (see :func:`laplace_debias.freeze_unsupported`); frozen ones are treated as
             certain.
-        likelihood: ``"classification"`` or ``"regression"``.
+        likelihood: ``"classification"``, ``"regression"``, or ``"bernoulli"`` (one logit, or many
+            labels, with targets in [0, 1] of the outputs' shape).
         *args: Further arguments of ``laplace.KronLaplace``.
         debias: ``True`` or ``"two-batch"`` for the debiased posterior, ``"crossfit"`` for the
             cross-fitted one, ``"single"`` for the biased one of the same data.
@@ -75,7 +76,8 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):  # type: ignore[m
     Args:
         model: Trained network that ends in an ``nn.Linear``. It is copied; all parameters of the
             copy's last layer are Bayesian, whether frozen or not.
-        likelihood: ``"classification"`` or ``"regression"``.
+        likelihood: ``"classification"``, ``"regression"``, or ``"bernoulli"`` (one logit, or many
+            labels, with targets in [0, 1] of the outputs' shape).
         *args: Further arguments of ``laplace.KronLLLaplace``.
         debias: ``True`` or ``"two-batch"`` for the debiased posterior, ``"crossfit"`` for the
             cross-fitted one, ``"single"`` for the biased one of the same data.
@@ -185,7 +187,8 @@ def Laplace(
 
     Args:
         model: Trained network.
-        likelihood: ``"classification"`` or ``"regression"``.
+        likelihood: ``"classification"``, ``"regression"``, or ``"bernoulli"`` (one logit, or many
+            labels, with targets in [0, 1] of the outputs' shape).
         subset_of_weights: ``"last_layer"`` or ``"all"`` (and laplace-torch's other choices with
             ``debias=False``).
         hessian_structure: ``"kron"`` for debiased approximations.
