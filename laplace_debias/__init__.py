@@ -33,7 +33,12 @@ from laplace_debias.network import (
     check_model,
     freeze_unsupported,
 )
-from laplace_debias.posterior import DebiasedKronLaplace, DebiasedKronLLLaplace, Laplace
+from laplace_debias.posterior import (
+    DebiasedKronLaplace,
+    DebiasedKronLLLaplace,
+    Laplace,
+    prior_precision_from_weight_decay,
+)
 from laplace_debias.predictive import LinearizedPredictive, linearized_predictive
 
 __all__ = [
@@ -56,6 +61,7 @@ __all__ = [
     "sweep_prior_precision",
     "SweepResult",
     "default_grid",
+    "prior_precision_from_weight_decay",
     # evaluation
     "evaluate",
     "CalibrationReport",

@@ -21,7 +21,7 @@ from laplace_debias.evaluation.reports import CalibrationReport
 from laplace_debias.evaluation.streams import CalibrationMetrics, RegressionMetrics
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.preserve import evaluation_mode
-from laplace_debias.network.upstream import device_of
+from laplace_debias.network.upstream import device_of, noise_of
 
 __all__ = ["EvaluationError", "evaluate"]
 
@@ -99,7 +99,7 @@ def evaluate(
     if isinstance(predictor, BaseLaplace):
         _check_laplace(predictor, likelihood)
         model, kind = predictor.model, likelihood_name(predictor.likelihood)
-        device, key_y, noise = device_of(predictor), predictor.dict_key_y, predictor.sigma_noise
+        device, key_y, noise = device_of(predictor), predictor.dict_key_y, noise_of(predictor)
         predict = laplace_predictor(predictor, pred_type, link_approx, n_samples)
     elif isinstance(predictor, nn.Module):
         kind = likelihood_name(likelihood or "classification")

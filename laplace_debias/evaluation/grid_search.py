@@ -24,7 +24,7 @@ from laplace_debias.evaluation.predictors import (
 from laplace_debias.evaluation.sweep_result import SweepResult
 from laplace_debias.evaluation.table import UserMetric, metric_table
 from laplace_debias.network.loss import likelihood_name
-from laplace_debias.network.upstream import device_of, dtype_of
+from laplace_debias.network.upstream import device_of, dtype_of, noise_of
 from laplace_debias.predictive.eigenblocks import check_fitted, prior_grid
 from laplace_debias.predictive.predictions import Prediction
 from laplace_debias.predictive.predictor import StructuredPredictor
@@ -149,7 +149,7 @@ def gridsearch_prior_precision(
 def _fresh(la: KronLaplace, loss: Loss | None) -> torchmetrics.Metric:
     """Return a fresh metric for one grid point."""
     if loss is None:
-        table = metric_table(likelihood_name(la.likelihood), sigma_noise=la.sigma_noise)
+        table = metric_table(likelihood_name(la.likelihood), sigma_noise=noise_of(la))
         metric = table["nll"]()
     else:
         metric = UserMetric(loss if isinstance(loss, torchmetrics.Metric) else _Callable(loss))

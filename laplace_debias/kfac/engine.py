@@ -42,7 +42,9 @@ from laplace_debias.network.loss import (
     backward_vectors,
     likelihood_name,
     loss_sum,
+    mean_loss_hessian,
 )
+from laplace_debias.network.objective import Objective
 from laplace_debias.network.ownership import OwnedParameter, owned_parameters
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder, check_outputs
@@ -67,6 +69,7 @@ class Engine:
         generator: Source of randomness for ``fisher="mc"``; the global one by default.
         embed: Turns a datum's inputs into inputs of ``root`` (features for a last layer).
         params: Parameters that get a block; by default all that require a gradient.
+        objective: Class weights, label smoothing or noises of the outputs, if there were any.
         cost: What all passes so far have cost.
         reached: Parameters whose layers some datum has reached. A mini-batch that does not reach
             them tells that they have no curvature there; others are refused.
@@ -91,6 +94,7 @@ class Engine:
     generator: torch.Generator | None = None
     embed: Callable[[Inputs], Inputs] | None = None
     params: Iterable[Tensor] | None = None
+    objective: Objective = field(default_factory=Objective)
     cost: FitCost = field(default_factory=FitCost)
     reached: set[str] = field(default_factory=set)
 
@@ -183,8 +187,15 @@ class Engine:
                 f = check_outputs(call_model(self.root, x))
             n, C = f.shape
             self._check_called(recorder, outputs)
+            white = f.detach()
             if y is not None:
                 check_targets(y, f.shape, self.likelihood)
+                if self.likelihood == "classification":
+                    y, counted = self.objective.targets(y, C)
+                    if counted is not None:
+                        weights = counted if weights is None else weights * counted
+                elif self.likelihood == "regression":
+                    white, y = self.objective.whitened(white), self.objective.whitened(y)
             n_vectors, B = 0, dict[str, Tensor]()
             if outputs:
                 n_vectors, B = self._outputs(f, y, weights, recorder, count_B, x_hats)
@@ -197,7 +208,7 @@ class Engine:
             n,
             C,
             weight=n,
-            loss=None if y is None else loss_sum(f.detach(), y, self.likelihood, weights),
+            loss=None if y is None else loss_sum(white, y, self.likelihood, weights),
             forward=n,
             backward=n * n_vectors,
             outputs=None if outputs else f,
@@ -229,6 +240,11 @@ class Engine:
             else (),
         )
 
+    def mean_hessian(self, f: Tensor) -> Tensor:
+        """Mean over data of the loss Hessian at outputs ``[n, C]``, in float64."""
+        H = mean_loss_hessian(f, self.likelihood)
+        return self.objective.whitened(self.objective.whitened(H).T)
+
     def _input_factor(self, p: OwnedParameter, gram: InputGram | None, n: int) -> Tensor | None:
         """A of a weight, zero if no datum was routed to its layer."""
         if gram is None:
@@ -249,9 +265,11 @@ class Engine:
         x_hats: dict[nn.Module, list[Tensor]],
     ) -> tuple[int, dict[str, Tensor]]:
         """The number of backward vectors, and B of every parameter."""
+        white = self.objective.whitened(f.detach())
         V = backward_vectors(
-            f.detach(), y, self.likelihood, self.fisher, self.generator, weights, self.sampler
+            white, y, self.likelihood, self.fisher, self.generator, weights, self.sampler
         )  # [k, n, C]
+        V = self.objective.whitened(V)
         grams = {
             layer: OutputGram(layer, f, self.kfac_approx, self._layer_names[layer])
             for layer in self._layers

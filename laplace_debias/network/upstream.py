@@ -31,6 +31,7 @@ __all__ = [
     "kron_of",
     "last_layer_of",
     "last_layer_name",
+    "noise_of",
     "posterior_params",
     "row_keys",
     "unchecked_prior",
@@ -186,6 +187,24 @@ def posterior_params(la: KronLaplace) -> list[Tensor]:
     if not isinstance(la.H, KronDecomposed) or len(params) == len(la.H):
         return params
     return [p for p in params if p.requires_grad]
+
+
+def noise_of(la: BaseLaplace) -> Tensor:
+    """Standard deviation of the observation noise.
+
+    Args:
+        la: A Laplace approximation, ours or laplace-torch's.
+
+    Returns:
+        One number, or one per output.
+
+    Example:
+        >>> from laplace import Laplace
+        >>> noise_of(Laplace(nn.Linear(2, 1), "regression", sigma_noise=0.5))
+        tensor(0.5000)
+    """
+    noise: Tensor = getattr(la, "observation_noise", la.sigma_noise)
+    return noise
 
 
 def row_keys(la: BaseLaplace) -> Keys:

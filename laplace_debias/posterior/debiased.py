@@ -7,7 +7,7 @@ laplace-torch.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -40,6 +40,7 @@ from laplace_debias.network.features import computing_model, detached_features
 from laplace_debias.network.freezing import check_supported
 from laplace_debias.network.layers import SUPPORTED_TYPES
 from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
+from laplace_debias.network.objective import Objective, objective_of
 from laplace_debias.network.ownership import transposed_parameters
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.selection import Parameters, select_parameters, selected
@@ -93,6 +94,10 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         memory_budget: Bytes that a prediction should stay within.
         verify: Whether fits and predictors check on a few data that the model is one they can
             represent, see :func:`laplace_debias.check_model`.
+        objective: What the training loss differs in from the plain one: ``class_weights``,
+            ``label_smoothing`` (as those of ``nn.CrossEntropyLoss``), or a vector as
+            ``sigma_noise``, one noise per output: its ratios are fixed, and the attribute
+            ``sigma_noise`` is a common factor of them, 1 at first, that stays tunable.
         parameters: Which parameters are Bayesian, whether frozen or not, see
             :func:`laplace_debias.network.selection.select_parameters`; ``requires_grad`` is left
             as it is.
@@ -123,6 +128,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         data_keys: Iterable[str] | None = None,
         output: Callable[[Any], Tensor] | None = None,
         parameters: Parameters = None,
+        class_weights: Any = None,
+        label_smoothing: float = 0.0,
         **kwargs: Any,
     ) -> None:
         model = model if output is None else OutputPicker(model, output)
@@ -148,6 +155,26 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             raise ValueError(
                 "Expected the backend HookGGN or HookEF with likelihood='bernoulli', which no "
                 f"other knows, got {backend.__name__}. Remedy: leave `backend` out."
+            )
+        noise = kwargs.get("sigma_noise", 1.0)
+        per_output = isinstance(noise, Tensor | Sequence) and torch.as_tensor(noise).numel() > 1
+        if per_output:  # the ratios are fixed, a common factor stays tunable
+            noise, kwargs["sigma_noise"] = torch.as_tensor(noise).detach(), 1.0
+        self.objective = objective_of(
+            likelihood_name(likelihood),
+            class_weights,
+            label_smoothing,
+            noise if per_output else None,
+        )
+        if self.objective != Objective() and not issubclass(backend or HookGGN, HookInterface):
+            raise ValueError(
+                "Expected the backend HookGGN or HookEF with class weights, label smoothing or one "
+                "noise per output, got another. Remedy: leave `backend` out."
+            )
+        if self.objective.class_weights is not None and self.debias == CROSSFIT:
+            raise ValueError(
+                "Expected no `class_weights` with debias='crossfit', whose passes over a pool "
+                "know no labels, got some. Remedy: debias=True or 'single'."
             )
         if kwargs.get("damping"):
             warnings.warn(
@@ -327,6 +354,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                     self.sampler,
                     self.generator,
                     embed=partial(detached_features, model) if last else None,
+                    objective=self.objective,
                 )
             check_parameters(engine.names, self.parameter_names)
             yield engine, cast, partial(self._verify, engine, model)
@@ -341,6 +369,19 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 engine.reached |= verify_layers(model, X, *keys)
             else:
                 verify_layers(model, X, *keys, inside=False)
+
+    @property
+    def observation_noise(self) -> Tensor:
+        """Standard deviation of the observation noise: one number, or one per output ``[C]``."""
+        ratios = self.objective.output_noise
+        return self.sigma_noise if ratios is None else self.sigma_noise * ratios.to(device_of(self))
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """Log likelihood of the N training data; see laplace-torch."""
+        ratios = self.objective.output_noise
+        total = super().log_likelihood
+        return total if ratios is None else total - self.n_data * ratios.log().sum().to(total)
 
     @property
     def parameter_names(self) -> list[str]:
