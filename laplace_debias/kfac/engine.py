@@ -15,6 +15,7 @@ alone: the data worth backward passes for B need not be those that serve A.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -33,6 +34,7 @@ from laplace_debias.network.loss import (
     backward_vectors,
     likelihood_name,
     loss_sum,
+    mean_loss_hessian,
 )
 from laplace_debias.network.ownership import KFACLayer, OwnedParameter, owned_parameters
 from laplace_debias.network.preserve import evaluation_mode
@@ -58,6 +60,8 @@ class Engine:
         embed: Turns a datum's inputs into inputs of ``root`` (features for a last layer).
         params: Parameters that get a block; by default all that require a gradient.
         cost: What all passes so far have cost.
+        exact_up_to: Most outputs for which ``fisher="exact"`` is kept; with more, one random vector
+            per datum takes the place of one per output, and a warning says so.
         reached: Parameters whose layers some datum has reached. A mini-batch that does not reach
             them tells that they have no curvature there; others are refused.
 
@@ -82,6 +86,7 @@ class Engine:
     embed: Callable[[Inputs], Inputs] | None = None
     params: Iterable[Tensor] | None = None
     cost: FitCost = field(default_factory=FitCost)
+    exact_up_to: float = math.inf
     reached: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -230,14 +235,26 @@ class Engine:
         counters: list[RowCounter],
     ) -> tuple[int, dict[nn.Module, Tensor]]:
         """The number of backward vectors, and B of every layer."""
+        known: dict[nn.Module, Tensor] = {}
+        if self._knows_hessian and not counters:  # at the output B needs no backward pass
+            ends = [
+                x for x in self._layers if [c.is_output(f) for c in recorder.calls[x]] == [True]
+            ]
+            if ends:
+                H = len(f) * mean_loss_hessian(f.detach(), self.likelihood, weights)
+                known = dict.fromkeys(ends, H.to(torch.promote_types(f.dtype, torch.float32)))
+        layers = [layer for layer in self._layers if layer not in known]
+        if not layers:
+            return 0, known
+        self._choose_fisher(f.shape[1])
         V = backward_vectors(
             f.detach(), y, self.likelihood, self.fisher, self.generator, weights, self.sampler
         )  # [k, n, C]
         grams = {
             layer: OutputGram(layer, f, self.kfac_approx, self._layer_names[layer])
-            for layer in self._layers
+            for layer in layers
         }
-        calls = [call for layer in self._layers for call in recorder.calls[layer]]
+        calls = [call for layer in layers for call in recorder.calls[layer]]
         edges = [call.edge for call in calls if call.edge is not None]  # all, see _check_called
         for k, v in enumerate(V):
             gradients = torch.autograd.grad(
@@ -263,7 +280,23 @@ class Engine:
                     parts = [sum(parts[1:], parts[0])]
                 for new in parts:
                     counter.add(new)
-        return len(V), {layer: gram.result() for layer, gram in grams.items()}
+        return len(V), known | {layer: gram.result() for layer, gram in grams.items()}
+
+    @property
+    def _knows_hessian(self) -> bool:
+        """Whether vectors stand for the loss Hessian, better than by the textbook's labels."""
+        return self.fisher == "exact" or (self.fisher == "mc" and self.sampler == "trace")
+
+    def _choose_fisher(self, C: int) -> None:
+        """Take one random vector per datum where exact ones would be too many."""
+        if self.fisher != "exact" or C <= self.exact_up_to:
+            return
+        warnings.warn(
+            f"The output Hessians of {C} outputs are sampled, one backward pass per datum instead "
+            f"of {C - 1}: fisher='mc'. Pass fisher='exact' for all of them.",
+            stacklevel=2,
+        )
+        self.fisher = "mc"
 
     def _check_called(self, recorder: Recorder, outputs: bool) -> None:
         """Raise if a layer was never called so far, or called without gradients."""
