@@ -174,7 +174,7 @@ def run_sweep(
     *,
     link_approx: str,
     n_samples: int,
-    method: str = "exact",
+    method: str | None = None,
     generator: torch.Generator | None = None,
     progress_bar: bool = False,
 ) -> int:
@@ -190,7 +190,8 @@ def run_sweep(
         update: What to do with a prediction.
         link_approx: Link approximation, for classification.
         n_samples: Number of samples, if any.
-        method: ``"exact"``, ``"samples"`` or ``"auto"``.
+        method: ``"exact"``, ``"top"``, ``"samples"`` or ``"auto"``; by default what the posterior
+            says (``la.predictive_method``), for laplace-torch's own classes ``"auto"``.
         generator: Random number generator for samples.
         progress_bar: Show a progress bar over batches.
 
@@ -202,7 +203,8 @@ def run_sweep(
             read` refuses or that do not fit the model's outputs.
     """
     check_link(link_approx)
-    check_method(method)
+    way = str(method or getattr(la, "predictive_method", "auto"))
+    check_method(way)
     n_data, likelihood = 0, likelihood_name(la.likelihood)
     title = "[Sweep]" if progress_bar else None
     with torch.no_grad():
@@ -214,7 +216,7 @@ def run_sweep(
                 labels=likelihood == "bernoulli",
                 link_approx=link_approx,
                 n_samples=n_samples,
-                method=method,
+                method=way,
                 generator=generator,
             )
             for i, prediction in enumerate(predictions):

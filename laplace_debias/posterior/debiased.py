@@ -6,6 +6,7 @@ laplace-torch.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -71,6 +72,9 @@ from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, Structure
 
 __all__ = ["DebiasedPosterior"]
 
+# 100 exact vectors per datum cost what 100 data cost with one random vector, which say more
+MOST_EXACT_OUTPUTS = 100
+
 if TYPE_CHECKING:  # the class that it comes before in the bases
     _Base = KronLaplace
 else:
@@ -86,12 +90,14 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         kfac_approx: How positions (pixels, tokens) are summed: ``"expand"``, ``"reduce"`` or
             ``"backpack"``, see :mod:`laplace_debias.kfac.grams`.
         fisher: Which vectors are propagated back: ``"exact"`` (all of them), ``"mc"`` (one random
-            one per datum) or ``"empirical"`` (the loss gradient).
+            one per datum) or ``"empirical"`` (the loss gradient). By default exact ones, and a
+            random one for more than 100 outputs.
         sampler: How ``fisher="mc"`` draws: ``"trace"``, or ``"label"`` as the textbook.
         generator: Source of all draws of a fit.
         fit_cost: Passes and seconds of the last fit.
-        predictive_method: How ``la(x)`` gets its moments: ``"exact"``, ``"samples"`` (of the
-            weights, through the linearised network: for very many outputs), or ``"auto"``.
+        predictive_method: How predictions and sweeps get their moments: ``"exact"``; ``"top"``
+            (exact variances of the classes that carry the probability); ``"samples"`` (of the
+            weights, through the linearised network); ``"auto"`` (exact, unless that is dear).
         memory_budget: Bytes that a prediction should stay within.
         verify: Whether fits and predictors check on a few data that the model is one they can
             represent, see :func:`laplace_debias.check_model`.
@@ -109,7 +115,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
     debias: str
     crossfit: CrossfitOptions | None = None
     fit_cost: FitCost | None = None
-    predictive_method: str = "exact"
+    predictive_method: str = "auto"
     memory_budget: int = DEFAULT_MEMORY_BUDGET
     _fitted: FitResult | None = None
     _kept: tuple[Any, StructuredPredictor] | None = None
@@ -185,6 +191,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         # laplace-torch writes into this dictionary
         kwargs["backend_kwargs"] = dict(kwargs.get("backend_kwargs") or {})
         self.fisher = self._chosen_fisher(backend, fisher, kwargs["backend_kwargs"])
+        self._exact_up_to = MOST_EXACT_OUTPUTS if fisher is None else math.inf
         # convolutions in the features are no concern of a last layer's factors
         all_layers = not issubclass(type(self), LLLaplace)
         types = SUPPORTED_TYPES
@@ -356,6 +363,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                     self.generator,
                     embed=partial(detached_features, model) if last else None,
                     objective=self.objective,
+                    exact_up_to=self._exact_up_to,
                 )
             check_parameters(engine.names, self.parameter_names)
             yield engine, cast, partial(self._verify, engine, model)

@@ -18,7 +18,7 @@ from laplace_debias.predictive.links import (
     needs_diagonal_only,
 )
 
-METHODS = ("exact", "samples", "auto")
+METHODS = ("exact", "top", "samples", "auto")
 Prediction = tuple[Tensor, ...]
 """``(log-probabilities,)`` for classification, ``(mean, covariance)`` for regression."""
 
@@ -57,8 +57,12 @@ class Predictor(Protocol):
         """Outputs, and samples of them."""
         ...
 
-    def prefers_samples(self, n_samples: int, diagonal_output: bool) -> bool:
-        """Whether samples cost less than exact moments."""
+    def top(self, x: Inputs, diagonal_output: bool = True) -> Moments:
+        """Variances, exact for the classes that carry the probability."""
+        ...
+
+    def chosen_method(self, x: Inputs, n_samples: int, diagonal_output: bool) -> str:
+        """Which way ``method="auto"`` takes."""
         ...
 
 
@@ -90,8 +94,8 @@ def glm_predictions(
         regression: Whether the outputs are the predictions themselves.
         link_approx: Link approximation for classification.
         n_samples: Number of samples for ``link_approx="mc"`` or ``method="samples"``.
-        method: ``"exact"``, ``"samples"`` or ``"auto"``. With samples and ``link_approx="mc"`` no
-            covariance is formed: the samples themselves go through the softmax.
+        method: ``"exact"``, ``"top"``, ``"samples"`` or ``"auto"``. With samples and
+            ``link_approx="mc"`` no covariance is formed: the samples go through the softmax.
         generator: Random number generator for samples, shared by all prior precisions.
         diagonal_output: Leave out covariances between outputs.
         labels: Whether every output is a yes-or-no label of its own (Bernoulli).
@@ -109,7 +113,7 @@ def glm_predictions(
     diagonal = diagonal_output if regression else needs_diagonal_only(link_approx, diagonal_output)
     diagonal |= labels
     if method == "auto":
-        method = "samples" if predictor.prefers_samples(n_samples, diagonal) else "exact"
+        method = predictor.chosen_method(x, n_samples, diagonal)
     if method == "samples" and link_approx == "mc" and not regression and (labels or not diagonal):
         _, samples = predictor.samples(x, n_samples, generator)
         for drawn in samples:
@@ -117,6 +121,8 @@ def glm_predictions(
         return
     if method == "samples":
         result = predictor.sampled(x, n_samples, generator, diagonal)
+    elif method == "top":
+        result = predictor.top(x, diagonal)
     else:
         result = predictor(x, diagonal)
     covariance = result.covariance if predictor.many else result.covariance.unsqueeze(0)
