@@ -21,6 +21,7 @@ from laplace_debias.evaluation import (
     EvaluationError,
     RegressionReport,
     SweepResult,
+    TuningResult,
     default_grid,
     evaluate,
     sweep_prior_precision,
@@ -49,6 +50,7 @@ __all__ = [
     "sweep_prior_precision",
     "SweepResult",
     "default_grid",
+    "TuningResult",
     # evaluation
     "evaluate",
     "CalibrationReport",

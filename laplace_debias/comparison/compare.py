@@ -17,7 +17,6 @@ import torch
 from laplace.baselaplace import KronLaplace
 from torch import nn
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from laplace_debias.comparison.draws import (
     check_budgets,
@@ -37,6 +36,7 @@ from laplace_debias.comparison.result import (
     ComparisonRow,
 )
 from laplace_debias.comparison.runs import evaluate_sets, laplace_run, plain_run
+from laplace_debias.data.progress import bar
 from laplace_debias.data.reading import as_batches
 from laplace_debias.debias.options import CrossfitOptions
 from laplace_debias.evaluation.sweep import default_grid
@@ -67,7 +67,7 @@ def compare(
     folder: str | Path | None = None,
     data_id: str | None = None,
     work: Work | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
 ) -> ComparisonResult:
     """Evaluate every method over prior precisions and draws of mini-batches.
 
@@ -105,7 +105,7 @@ def compare(
         data_id: Stands for all the data in ``folder``, which are then not read: for data that are
             augmented at random, or many. Change it when they change.
         work: Which of the draws to make in this call, and how many posteriors share a pass.
-        progress_bar: Show a progress bar over cells.
+        progress_bar: Show a progress bar over cells; by default on a terminal.
 
     Returns:
         The rows, for ``plots.plot_comparison``; ``gap_ratio("nll")`` is the headline.
@@ -191,15 +191,15 @@ def compare(
     finished = {name: store.get(name, list, settings.get(name)) for name in cells if name in store}
     with (
         torch.random.fork_rng(devices=[]),  # reading a DataLoader draws from the global state
-        tqdm(total=len(cells), desc="compare", disable=not progress_bar) as bar,
+        bar(title="compare", total=len(cells), shown=progress_bar, unit="cell") as cell_bar,
     ):
-        bar.update(len(finished))
+        cell_bar.update(len(finished))
         missing = [name for name in cells if name not in finished]
         for group in _groups(missing, cells, work.n_shared):
             made = evaluated([cells[name] for name in group])
             for name, rows in zip(group, made, strict=True):
                 finished[name] = store.put(name, rows, settings.get(name))
-            bar.update(len(group))
+            cell_bar.update(len(group))
     found = tuple(ComparisonRow(**row) for name in cells for row in finished[name])
     return ComparisonResult(found, N, config)
 

@@ -17,6 +17,7 @@ from laplace_debias.evaluation.table import metric_table
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.upstream import device_of
 from laplace_debias.predictive.links import class_log_probabilities, needs_diagonal_only
+from laplace_debias.predictive.predictions import logit_temperature_of
 from laplace_debias.predictive.predictor import SharedPredictor, StructuredPredictor
 
 __all__ = ["Run", "evaluate_sets", "laplace_run", "plain_run"]
@@ -85,9 +86,10 @@ def laplace_run(
         for x, y in read(loader, device_of(las[0]), las[0].dict_key_y, **reading):
             results = zip(shared(x, diagonal), generators, strict=True)
             for number, (result, generator) in enumerate(results):
+                T = logit_temperature_of(las[number])
                 log_probs = class_log_probabilities(
-                    result.mean,
-                    result.covariance,
+                    result.mean / T,
+                    result.covariance / T**2,
                     link_approx,
                     diagonal=diagonal,
                     n_samples=n_samples,

@@ -16,6 +16,7 @@ from laplace_debias.evaluation.streams import CalibrationMetrics, RegressionMetr
 from laplace_debias.evaluation.sweep import default_grid, sweep_prior_precision
 from laplace_debias.evaluation.sweep_result import SweepResult
 from laplace_debias.evaluation.table import fresh_metrics, metric_table
+from laplace_debias.evaluation.tuning import LayerwiseTrial, TuningResult, tune
 
 __all__ = [
     "ECE",
@@ -30,12 +31,14 @@ __all__ = [
     "Coverage",
     "EvaluationError",
     "GaussianNLL",
+    "LayerwiseTrial",
     "MeanEntropy",
     "OODReport",
     "RegressionMetrics",
     "RegressionReport",
     "ReliabilityBins",
     "SweepResult",
+    "TuningResult",
     "default_grid",
     "evaluate",
     "fresh_metrics",
@@ -43,4 +46,5 @@ __all__ = [
     "metric_table",
     "run_sweep",
     "sweep_prior_precision",
+    "tune",
 ]

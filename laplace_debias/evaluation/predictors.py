@@ -24,6 +24,7 @@ from laplace_debias.predictive.predictions import (
     Predictor,
     check_method,
     glm_predictions,
+    logit_temperature_of,
 )
 
 __all__ = [
@@ -140,7 +141,7 @@ def run_sweep(
     n_samples: int,
     method: str = "exact",
     generator: torch.Generator | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
 ) -> int:
     """Predict for every batch and grid point; hand each prediction to ``update(i, prediction, y)``.
 
@@ -156,7 +157,7 @@ def run_sweep(
         n_samples: Number of samples, if any.
         method: ``"exact"``, ``"samples"`` or ``"auto"``.
         generator: Random number generator for samples.
-        progress_bar: Show a progress bar over batches.
+        progress_bar: Show a progress bar; by default on a terminal, if it takes some seconds.
 
     Returns:
         The number of data.
@@ -168,9 +169,10 @@ def run_sweep(
     check_link(link_approx)
     check_method(method)
     n_data, likelihood = 0, likelihood_name(la.likelihood)
-    title = "[Sweep]" if progress_bar else None
     with torch.no_grad():
-        for x, y in read(loader, device_of(la), la.dict_key_y, progress=title):
+        for x, y in read(
+            loader, device_of(la), la.dict_key_y, progress="[Sweep]", progress_bar=progress_bar
+        ):
             predictions = glm_predictions(
                 predictor,
                 x,
@@ -179,6 +181,7 @@ def run_sweep(
                 n_samples=n_samples,
                 method=method,
                 generator=generator,
+                logit_temperature=logit_temperature_of(la),
             )
             for i, prediction in enumerate(predictions):
                 if i == 0:

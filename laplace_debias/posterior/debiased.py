@@ -53,6 +53,7 @@ from laplace_debias.network.upstream import (
 )
 from laplace_debias.network.verify import verify_last_layer, verify_layers
 from laplace_debias.posterior.state import check_parameters, load_state, save_state
+from laplace_debias.posterior.tuned import Tuned
 from laplace_debias.predictive.eigenblocks import check_prior_precision
 from laplace_debias.predictive.links import check_n_samples, mean_log_probabilities
 from laplace_debias.predictive.network_samples import network_samples
@@ -67,7 +68,7 @@ else:
     _Base = object
 
 
-class DebiasedPosterior(PrivateProtocol, _Base):
+class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
     """What both debiased classes share; comes before laplace-torch's class in the bases.
 
     Attributes:
@@ -192,7 +193,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         self,
         train_loader: Iterable[Any],
         override: bool = True,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         *,
         curvature_loader: Iterable[Any] | None = None,
         n_data: int | None = None,
@@ -534,7 +535,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         pred_type, link_approx = self._checked_options(pred_type, link_approx, generator)
         if pred_type == "nn":
             samples = self.network_samples(x, n_samples, generator, **model_kwargs)
-            return mean_log_probabilities(samples)
+            return mean_log_probabilities(samples / self.logit_temperature)
         options = (n_samples, diagonal_output, generator)
         return self._glm_prediction(x, link_approx, *options, values=False)[0]
 
@@ -584,6 +585,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             method=self.predictive_method,
             generator=generator,
             diagonal_output=diagonal_output,
+            logit_temperature=self.logit_temperature,
         )
         return prediction
 
@@ -616,8 +618,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
 
     def predictive_samples(self, *args: Any, **kwargs: Any) -> Tensor:
         """Samples of the predictive, ``[S, n, C]``; see laplace-torch."""
-        self.check_fitted()
-        return super().predictive_samples(*args, **kwargs)
+        samples = self.functional_samples(*args, **kwargs)
+        return samples if self._predicts_values() else self.probabilities(samples)
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Weight samples ``[S, P]`` from the posterior; see laplace-torch."""
@@ -660,7 +662,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
     ) -> Tensor:
         """The same as class probabilities, or for regression as they are."""
         fs = self.network_samples(X, n_samples, generator, **model_kwargs)
-        return fs if self._predicts_values() else torch.softmax(fs, dim=-1)
+        return fs if self._predicts_values() else self.probabilities(fs)
 
     def optimize_prior_precision(
         self,
@@ -678,7 +680,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         link_approx: str = "probit",
         n_samples: int = 100,
         verbose: bool = False,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         log_prior_prec_base: float = 10.0,
     ) -> None:
         """Choose the prior precision, as laplace-torch does.
@@ -740,7 +742,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                     prior_structure,
                     val_loader,
                     verbose=verbose,
-                    progress_bar=progress_bar,
+                    progress_bar=bool(progress_bar),
                 )
         except BaseException:
             self.prior_precision = before

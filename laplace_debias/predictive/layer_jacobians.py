@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -105,7 +105,7 @@ class LayerJacobians:
         )  # fmt: skip
 
     def contract(
-        self, x: Inputs, mode: str, posteriors: Sequence[list[EigenBlock]]
+        self, x: Inputs, mode: str, posteriors: Sequence[list[EigenBlock]], *, apart: bool = False
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the outputs ``[n, C]`` and, per posterior, the sum of its blocks' contractions.
 
@@ -116,6 +116,7 @@ class LayerJacobians:
             mode: ``"variance"`` (``[n, C, k]``), ``"covariance"`` (``[n, C, C, k]``) or
                 ``"joint"`` (``[n * C, n * C, k]``).
             posteriors: Blocks of each posterior, for the same parameters as this object's.
+            apart: Whether to leave the blocks apart, ``[n_blocks, ...]``, instead of their sum.
         """
         capture = run(self.model, x, self.modules, self.keep_graph)
         n, C = capture.f.shape
@@ -143,16 +144,17 @@ class LayerJacobians:
         ]
         totals = []
         for number, blocks in enumerate(posteriors):
-            parts = [moments[number] for moments in structured]
+            parts = {i: moments[number] for i, moments in zip(sources, structured, strict=True)}
             for i, J in jacobians.items():
                 chunks = maths.dense_jacobians(
                     J.to(blocks[i].lam.dtype), blocks[i].Q, mode == "joint"
                 )
-                parts.append(maths.contract(chunks, blocks[i].inverses, mode))
-            if not parts:  # no parameter has any influence
-                shape = {"variance": (n, C), "covariance": (n, C, C), "joint": (n * C, n * C)}
-                parts = [blocks[0].lam.new_zeros(*shape[mode], len(blocks[0].delta))]
-            totals.append(sum(parts[1:], parts[0])[..., : len(blocks[0].delta)])
+                parts[i] = maths.contract(chunks, blocks[i].inverses, mode)
+            k, names = len(blocks[0].delta), range(len(blocks)) if apart or not parts else parts
+            shape = {"variance": (n, C), "covariance": (n, C, C), "joint": (n * C, n * C)}[mode]
+            nothing = blocks[0].lam.new_zeros(()).expand(*shape, k)  # parameter without influence
+            kept = [parts.get(i, nothing)[..., :k] for i in names]
+            totals.append(torch.stack(kept) if apart else sum(kept[1:], kept[0]))
         return capture.f, totals
 
     def _sources(self, block: EigenBlock, capture: Capture, n: int) -> list[Source] | str:
@@ -291,10 +293,5 @@ class LayerJacobians:
                     sides = [maths.input_side(a, w) for w in block.inverses(input_first=True)]
                     results.append(maths.contract([g], partial(iter, sides), mode))
                 return results
-            inverses = [partial(_rows_of, block) for block in blocks]
+            inverses = [lambda rows, b=block: b.inverses(rows=rows) for block in blocks]
             return maths.weight_moments(inputs, G, bases, inverses, mode)
-
-
-def _rows_of(block: EigenBlock, rows: slice) -> Iterable[Tensor]:
-    """Posterior variances of some output directions of a weight."""
-    return block.inverses(rows=rows)

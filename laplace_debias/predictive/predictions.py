@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +60,19 @@ class Predictor(Protocol):
         ...
 
 
+def logit_temperature_of(la: Any) -> float:
+    """What a Laplace approximation's logits are divided by; 1 for laplace-torch's own.
+
+    Args:
+        la: A Laplace approximation, ours or laplace-torch's.
+
+    Example:
+        >>> logit_temperature_of(object())
+        1.0
+    """
+    return float(getattr(la, "logit_temperature", 1.0))
+
+
 def check_method(method: str) -> None:
     """Raise a ``ValueError`` for an unknown method."""
     if method not in METHODS:
@@ -78,6 +91,7 @@ def glm_predictions(
     method: str = "exact",
     generator: torch.Generator | None = None,
     diagonal_output: bool = False,
+    logit_temperature: float = 1.0,
 ) -> Iterator[Prediction]:
     """Yield one prediction per prior precision of the predictor.
 
@@ -91,6 +105,8 @@ def glm_predictions(
             covariance is formed: the samples themselves go through the softmax.
         generator: Random number generator for samples, shared by all prior precisions.
         diagonal_output: Leave out covariances between outputs.
+        logit_temperature: T, by which logits are divided: their means by T, their (co)variances by
+            its square. Regression knows none.
 
     Yields:
         ``(log-probabilities [n, C],)`` for classification, ``(mean [n, C], covariance)`` for
@@ -107,7 +123,7 @@ def glm_predictions(
     if method == "samples" and link_approx == "mc" and not regression and not diagonal:
         _, samples = predictor.samples(x, n_samples, generator)
         for drawn in samples:
-            yield (mean_log_probabilities(drawn),)
+            yield (mean_log_probabilities(drawn / logit_temperature),)
         return
     if method == "samples":
         result = predictor.sampled(x, n_samples, generator, diagonal)
@@ -119,8 +135,8 @@ def glm_predictions(
             yield result.mean, one
         return
     log_probs = class_log_probabilities(
-        result.mean,
-        covariance,
+        result.mean / logit_temperature,
+        covariance / logit_temperature**2,
         link_approx,
         diagonal=diagonal,
         n_samples=n_samples,

@@ -168,6 +168,20 @@ class StructuredPredictor:
         exact = 4 * C + (0 if diagonal_output else C * len(self.deltas))
         return 2 * n_samples * len(self.deltas) < exact
 
+    def apart(self, x: Inputs, diagonal_output: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the outputs ``[n, C]`` and what each block adds to their exact (co)variances.
+
+        The latter is ``[n_blocks, n, C, C, k]``, with ``diagonal_output`` ``[n_blocks, n, C, k]``.
+        """
+        x, mode = self._inputs(x), "variance" if diagonal_output else "covariance"
+        with differentiable(self.la.model, self.params):
+            if is_last_layer(self.la):
+                f, moments = self._last_layer(x, mode, apart=True)
+            else:
+                f, (moments,) = self._all_layers(x, mode, [self.blocks], apart=True)
+        c = self._coefficients
+        return f.detach(), moments.detach() if c is None else moments.detach() @ c
+
     def _inputs(self, x: Inputs) -> Inputs:
         """Bring a tensor to the model's device, out of inference mode."""
         if not isinstance(x, (Tensor, MutableMapping)):
@@ -194,31 +208,32 @@ class StructuredPredictor:
         return LinearizedPredictive(f, moments.to(f.dtype), self.deltas, method)
 
     def _all_layers(
-        self, x: Inputs, mode: str, posteriors: Sequence[list[EigenBlock]]
+        self, x: Inputs, mode: str, posteriors: Sequence[list[EigenBlock]], *, apart: bool = False
     ) -> tuple[Tensor, list[Tensor]]:
         """Contract chunk by chunk of data; a joint covariance takes all data at once."""
         key = row_keys(self.la)
         n, bytes_per_datum = size_of(x, key), self._layers.prepare(x)
         size = n if mode == "joint" else max(1, self.memory_budget // bytes_per_datum)
         if size >= n:
-            return self._layers.contract(x, mode, posteriors)
+            return self._layers.contract(x, mode, posteriors, apart=apart)
         size = -(-n // -(-n // size))  # chunks of one size: a small last one costs more per datum
         parts = []
         for start in range(0, n, size):
             rows = take(x, slice(start, start + size), key)
-            f, moments = self._layers.contract(rows, mode, posteriors)
+            f, moments = self._layers.contract(rows, mode, posteriors, apart=apart)
             parts.append((f if self.keep_graph else f.detach(), moments))
         columns = zip(*(moments for _, moments in parts), strict=True)
-        return torch.cat([f for f, _ in parts]), [torch.cat(column) for column in columns]
+        return torch.cat([f for f, _ in parts]), [torch.cat(c, dim=int(apart)) for c in columns]
 
-    def _last_layer(self, x: Inputs, mode: str) -> tuple[Tensor, Tensor]:
+    def _last_layer(self, x: Inputs, mode: str, apart: bool = False) -> tuple[Tensor, Tensor]:
         """The closed form of a last layer, from its features."""
         if not self._verified:
             verify_last_layer(self.la.model, x, row_keys(self.la), self.la.dict_key_y)
         self._verified = True
         with torch.set_grad_enabled(self.keep_graph):
             f, phi = outputs_and_features(feature_extractor(self.la.model), x)
-            return f, last_layer_moments(self.blocks, f, phi.to(self.deltas.dtype), mode)
+            phi = phi.to(self.deltas.dtype)
+            return f, last_layer_moments(self.blocks, f, phi, mode, apart=apart)
 
 
 class SharedPredictor:

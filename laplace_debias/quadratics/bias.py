@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from laplace_debias.data.chunks import Chunk
+from laplace_debias.data.progress import bar
 from laplace_debias.quadratics.cg import cg
 from laplace_debias.quadratics.directions import top_eigenvectors
 from laplace_debias.quadratics.quadratic import Quadratic
@@ -149,7 +149,7 @@ def directional_bias(
     chosen: Sequence[int] = (0, 1, 2),
     folder: str | Path | None = None,
     data_id: str | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     **quadratic_options: Any,
 ) -> DirectionalBias:
     """Measure slopes and curvatures on all mini-batches along directions chosen on a few.
@@ -164,7 +164,7 @@ def directional_bias(
         folder: Keeps finished mini-batches, and the same call resumes from there.
         data_id: Stands for the data in the folder, which are then not compared. Change it when
             they change.
-        progress_bar: Show one.
+        progress_bar: Show one; by default on a terminal, if it takes some seconds.
         **quadratic_options: ``curvature``, ``l2``, ``regularize_biases``, ``chunk_size`` and
             ``max_columns`` of :class:`Quadratic`.
 
@@ -198,11 +198,11 @@ def directional_bias(
         folder, model, {"data": batches}, loss=loss, options=options, data_id=data_id
     )
     slopes, curvatures = [], []
-    with tqdm(total=len(chosen) * len(batches), disable=not progress_bar, desc=directions) as bar:
+    with bar(title=directions, total=len(chosen) * len(batches), shown=progress_bar) as shown:
         for s in chosen:
             part = f"batch {s}"
             if part in study:
-                bar.update(len(batches))
+                shown.update(len(batches))
             measured = study.get(
                 part,
                 partial(_measure, model, loss, batches, s, directions, k, bar, quadratic_options),
@@ -243,5 +243,5 @@ def _measure(
             values = (padding[:0], padding[:0])
         for name, value in zip(rows, values, strict=True):
             rows[name].append(torch.cat([value, padding]))
-        bar.update()
+        shown.update()
     return {name: torch.stack(values) for name, values in rows.items()}

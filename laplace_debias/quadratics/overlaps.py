@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from laplace_debias.data.chunks import Chunk
+from laplace_debias.data.progress import bar
 from laplace_debias.quadratics.directions import top_eigenvectors
 from laplace_debias.quadratics.quadratic import Quadratic
 from laplace_debias.storage.cells import CellStore
@@ -93,7 +93,7 @@ def overlap_study(
     k: int = 100,
     folder: str | Path | None = None,
     data_id: str | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     **quadratic_options: Any,
 ) -> EigenspaceOverlaps:
     """Compare the top-k eigenspaces of a few mini-batches.
@@ -106,7 +106,7 @@ def overlap_study(
         folder: Keeps the overlaps; if it has them, nothing is computed again.
         data_id: Stands for the data in the folder, which are then not compared. Change it when
             they change.
-        progress_bar: Show one.
+        progress_bar: Show one; by default on a terminal, if it takes some seconds.
         **quadratic_options: ``curvature``, ``l2``, ``regularize_biases``, ``chunk_size`` and
             ``max_columns`` of :class:`Quadratic`.
 
@@ -132,7 +132,7 @@ def overlap_study(
     def measure() -> dict[str, Tensor]:
         pairs = [
             top_eigenvectors(Quadratic(model, loss, batch, **quadratic_options), k)
-            for batch in tqdm(batches, disable=not progress_bar, desc="eigenspaces")
+            for batch in bar(batches, "eigenspaces", shown=progress_bar)
         ]
         omega = [
             torch.stack([eigenspace_overlaps(one.vectors, other.vectors) for other in pairs])

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from laplace_debias.data.chunks import Chunk, gather, partition
+from laplace_debias.data.progress import bar
 from laplace_debias.quadratics.bias import DirectionalBias, choose_directions, directional_bias
 from laplace_debias.quadratics.quadratic import Quadratic
 from laplace_debias.storage.cells import CellStore
@@ -56,7 +56,7 @@ def bias_by_batch_size(
     seed: int = 0,
     folder: str | Path | None = None,
     data_id: str | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     **quadratic_options: Any,
 ) -> BatchSizeBias:
     """Measure directional slopes and curvatures at several batch sizes.
@@ -77,7 +77,7 @@ def bias_by_batch_size(
             resumes from there.
         data_id: Stands for the data in the folder, which are then not compared. Change it when
             they change.
-        progress_bar: Show one.
+        progress_bar: Show one; by default on a terminal, if it takes some seconds.
         **quadratic_options: ``curvature``, ``l2``, ``regularize_biases``, ``chunk_size`` and
             ``max_columns`` of :class:`Quadratic`.
 
@@ -225,7 +225,7 @@ def bias_over_training(
     seed: int = 0,
     folder: str | Path | None = None,
     data_id: str | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     **quadratic_options: Any,
 ) -> BiasSeries:
     """Measure the relative biases at checkpoints of the training.
@@ -242,7 +242,7 @@ def bias_over_training(
         folder: Keeps finished checkpoints, and the same call resumes from there.
         data_id: Stands for the data in the folder, which are then not compared. Change it when
             they change.
-        progress_bar: Show one.
+        progress_bar: Show one; by default on a terminal, if it takes some seconds.
         **quadratic_options: As for :class:`Quadratic`.
 
     Returns:
@@ -284,7 +284,7 @@ def bias_by_model_size(
     seed: int = 0,
     folder: str | Path | None = None,
     data_id: str | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     **quadratic_options: Any,
 ) -> BiasSeries:
     """Measure the relative biases of trained models of different sizes.
@@ -300,7 +300,7 @@ def bias_by_model_size(
         folder: Keeps finished models, and the same call resumes from there.
         data_id: Stands for the data in the folder, which are then not compared. Change it when
             they change.
-        progress_bar: Show one.
+        progress_bar: Show one; by default on a terminal, if it takes some seconds.
         **quadratic_options: As for :class:`Quadratic`.
 
     Returns:
@@ -338,7 +338,7 @@ def _series(
     data: Chunk | Iterable[Chunk],
     folder: str | Path | None,
     data_id: str | None,
-    progress_bar: bool,
+    progress_bar: bool | None,
     options: dict[str, Any],
 ) -> BiasSeries:
     """Measure every model, or take it from the file."""
@@ -350,7 +350,7 @@ def _series(
     )
     parts = [
         study.get(label, partial(relative_biases, model, loss, data, **options))
-        for label, model in tqdm(models.items(), disable=not progress_bar, desc=name)
+        for label, model in bar(models.items(), name, shown=progress_bar, total=len(models))
     ]
     return BiasSeries(
         name=name,
