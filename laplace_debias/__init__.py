@@ -22,9 +22,11 @@ from laplace_debias.evaluation import (
     RegressionReport,
     SweepResult,
     TuningResult,
+    Uncertainty,
     default_grid,
     evaluate,
     sweep_prior_precision,
+    uncertainty,
 )
 from laplace_debias.kfac import HookEF, HookGGN
 from laplace_debias.network import LayerCheck, ModelCheck, check_model, freeze_unsupported
@@ -57,6 +59,8 @@ __all__ = [
     "ClassificationReport",
     "RegressionReport",
     "EvaluationError",
+    "uncertainty",
+    "Uncertainty",
     "compare",
     "ComparisonResult",
     "CustomMethod",

@@ -10,7 +10,7 @@ from laplace.baselaplace import KronLaplace
 from torch import Tensor, nn
 
 from laplace_debias.data.reading import read
-from laplace_debias.evaluation.metrics import entropy_auroc
+from laplace_debias.evaluation.metrics import entropy_auroc, entropy_fpr95
 from laplace_debias.evaluation.predictors import model_predictor
 from laplace_debias.evaluation.streams import CalibrationMetrics
 from laplace_debias.evaluation.table import metric_table
@@ -154,4 +154,5 @@ def _set_values(
         ood_entropies = metric.entropies if metric.n_data else metric.ood_entropies
         values["mean_entropy"] = ood_entropies.double().mean().item()
         values["auroc"] = entropy_auroc(id_entropies, ood_entropies)
+        values["fpr95"] = entropy_fpr95(id_entropies, ood_entropies)
     return {f"{prefix}_{name}" if prefix else name: value for name, value in values.items()}

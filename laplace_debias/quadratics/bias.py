@@ -205,7 +205,7 @@ def directional_bias(
                 shown.update(len(batches))
             measured = study.get(
                 part,
-                partial(_measure, model, loss, batches, s, directions, k, bar, quadratic_options),
+                partial(_measure, model, loss, batches, s, directions, k, shown, quadratic_options),
             )
             slopes.append(measured["slopes"])
             curvatures.append(measured["curvatures"])
@@ -226,7 +226,7 @@ def _measure(
     s: int,
     directions: str,
     k: int,
-    bar: tqdm,
+    shown: Any,
     quadratic_options: dict[str, Any],
 ) -> dict[str, Tensor]:
     """Choose directions on mini-batch ``s`` and measure on all; each result ``[M, k]``."""

@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_debias import Laplace, evaluate, sweep_prior_precision
 from laplace_debias.comparison.runs import evaluate_sets, laplace_run, plain_run
 from laplace_debias.data.reading import read
+from laplace_debias.evaluation.table import metric_table
 
 GRID = [0.5, 20.0]
-NAMES = ("accuracy", "nll", "ece", "brier", "mean_entropy")
+NAMES = tuple(metric_table("classification"))
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_plain_is_the_evaluation_of_the_model(problem):
     assert {name: values[name] for name in NAMES} == {name: getattr(report, name) for name in NAMES}
     assert values["ood_auroc"] == report.ood.auroc
     assert values["ood_mean_entropy"] == report.ood.mean_entropy
-    assert set(values) == {*NAMES, "ood_auroc", "ood_mean_entropy"}
+    assert set(values) == {*NAMES, "ood_auroc", "ood_fpr95", "ood_mean_entropy"}
 
 
 @pytest.mark.parametrize("gap", [1.0, 1e4], ids=["ordinary", "underflowing"])
