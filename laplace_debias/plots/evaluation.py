@@ -15,15 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 
-from laplace_debias.comparison.result import (
-    FULL,
-    LARGE,
-    PLAIN,
-    SINGLE,
-    TWO_BATCH,
-    ComparisonResult,
-    Summary,
-)
+from laplace_debias.comparison.result import ComparisonResult
+from laplace_debias.comparison.rows import FULL, LARGE, PLAIN, SINGLE, TWO_BATCH, Summary
 from laplace_debias.evaluation.reports import ClassificationReport, ReliabilityBins
 
 __all__ = ["plot_comparison", "plot_reliability", "plot_runtimes"]
@@ -73,7 +66,7 @@ def plot_comparison(
         The axes, ``[len(metrics)]``.
 
     Example:
-        >>> from laplace_debias.comparison.result import ComparisonRow
+        >>> from laplace_debias.comparison.rows import ComparisonRow
         >>> rows = [ComparisonRow("full", 9, 9, 0, d, {"nll": 1 / d}) for d in (1.0, 2.0)]
         >>> axes = plot_comparison(ComparisonResult(tuple(rows), 9, {}), metrics=("nll",))
         >>> axes[0].get_ylabel()

@@ -35,7 +35,7 @@ def fitted():
 
 def collect(run, loader, k):
     parts = [[] for _ in range(k)]
-    run(loader, lambda i, log_probs, y: parts[i].append(log_probs.exp()))
+    run(loader, lambda i, prediction, y: parts[i].append(prediction[0].exp()))
     return [torch.cat(probs) for probs in parts]
 
 
@@ -91,7 +91,7 @@ def test_metrics_of_every_set_by_hand():
     def run(loader, update, **reading):
         for x, y in read(loader, torch.device("cpu"), **reading):
             for i in range(2):  # the second prediction knows nothing
-                update(i, x.log() if i == 0 else torch.full_like(x, 0.5).log(), y)
+                update(i, (x.log() if i == 0 else torch.full_like(x, 0.5).log(),), y)
 
     sets = {"": [(probs, labels)], "far": [(uniform, torch.tensor([0, 1]))], "bare": [uniform]}
     one, two = evaluate_sets(run, sets, 2, n_bins=10)
