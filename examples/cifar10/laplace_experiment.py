@@ -229,13 +229,13 @@ def draw(result: ComparisonResult, out: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
-    from laplace_debias.plots.evaluation import plot_comparison
+    from laplace_debias.plots import plot_comparison
 
     for prefix in ("", *set_names(result)):
         names = ["accuracy", "nll", "ece"] + (["auroc"] if prefix not in ("", "train") else [])
         axes = plot_comparison(result, [f"{prefix}_{name}" if prefix else name for name in names])
-        axes[0].figure.savefig(out / f"figure_{prefix or 'test'}.png", dpi=150)
-        plt.close(axes[0].figure)
+        axes[0, 0].figure.savefig(out / f"figure_{prefix or 'test'}.png", dpi=150)
+        plt.close(axes[0, 0].figure)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
