@@ -167,7 +167,7 @@ def _seconds(chosen: Candidate, found: tuple[Candidate, ...]) -> str:
     if full is None or chosen is full or not own or not full.cost("backward"):
         return ""
     passes = (full.cost("backward") or 0.0) / own
-    return f"; its fit takes a {passes:.0f}th of the full batch's backward passes" * (passes >= 2)
+    return f"; its fit takes 1/{passes:.0f} of the full batch's backward passes" * (passes >= 2)
 
 
 def _shifted(chosen: Candidate, found: tuple[Candidate, ...]) -> str:

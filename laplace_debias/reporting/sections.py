@@ -95,7 +95,7 @@ def _methods(found: Report, n_draws: int, val_given: bool) -> str:
     """The methods, at validated prior precisions, with costs."""
     result, advice = found.comparison, found.recommendation
     entries = candidates(result)
-    wanted = ("nll", "accuracy", "ece", "brier", "aurc", "crps", "rmse", "coverage_90", "sharpness")
+    wanted = ("nll", "accuracy", "ece", "aurc", "crps", "rmse", "coverage_90", "sharpness")
     columns = [name for name in wanted if name in result.metrics]
     columns += [name for name in ("ood_nll", "ood_auroc", "ood_fpr95") if name in result.metrics]
     rows = []
@@ -111,9 +111,9 @@ def _methods(found: Report, n_draws: int, val_given: bool) -> str:
     text = (
         f"Means over {n_draws} draws of mini-batches; the prior precision of each was chosen by "
         f"the NLL on {source}, the table is measured on data that chose nothing. "
-        "Baselines are fitted on all training data. The recommended row is marked."
+        "Baselines are fitted on all training data. The recommended row is marked; costs are backward passes and seconds of a fit."
     )
-    head = ["method", "prior precision", *columns, "backward passes", "seconds"]
+    head = ["method", "prior", *columns, "backward", "seconds"]
     parts = [text, table(head, rows, chosen)]
     drawn = any(m not in FITTED_ONCE for m in result.methods)
     if drawn:
