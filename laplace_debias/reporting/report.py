@@ -120,7 +120,7 @@ def report(
         ValueError: If the model is one that K-FAC cannot represent, or the data do not fit.
 
     Example:
-        >>> import tempfile
+        >>> import tempfile, torch
         >>> from torch.utils.data import TensorDataset
         >>> _ = torch.manual_seed(0)
         >>> X = torch.randn(60, 2)

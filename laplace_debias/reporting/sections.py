@@ -111,7 +111,8 @@ def _methods(found: Report, n_draws: int, val_given: bool) -> str:
     text = (
         f"Means over {n_draws} draws of mini-batches; the prior precision of each was chosen by "
         f"the NLL on {source}, the table is measured on data that chose nothing. "
-        "Baselines are fitted on all training data. The recommended row is marked; costs are backward passes and seconds of a fit."
+        "Baselines are fitted on all training data. The recommended row is marked; costs are "
+        "backward passes and seconds of a fit."
     )
     head = ["method", "prior", *columns, "backward", "seconds"]
     parts = [text, table(head, rows, chosen)]

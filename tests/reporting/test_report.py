@@ -90,8 +90,8 @@ innerWidth, document.documentElement.scrollWidth, getComputedStyle(document.body
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 @pytest.mark.parametrize(
     ("kind", "width", "scheme", "paper"),
-    [("classification", 1200, 1, "rgb(255, 255, 255)"), ("classification", 400, 0, "rgb(23, 23, 26)"),
-     ("regression", 400, 1, "rgb(255, 255, 255)")],
+    [("classification", 1200, 1, "rgb(255, 255, 255)"),
+     ("classification", 400, 0, "rgb(23, 23, 26)"), ("regression", 400, 1, "rgb(255, 255, 255)")],
 )  # fmt: skip
 def test_a_browser_shows_it(reports, tmp_path, kind, width, scheme, paper):
     page = tmp_path / "probe.html"
