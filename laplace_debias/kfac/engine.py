@@ -27,6 +27,7 @@ from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox, OutputGram
 from laplace_debias.kfac.row_counts import RowCounter, input_rows, output_rows
+from laplace_debias.network.check import agree
 from laplace_debias.network.loss import (
     Fisher,
     Sampler,
@@ -60,6 +61,8 @@ class Engine:
         cost: What all passes so far have cost.
         reached: Parameters whose layers some datum has reached. A mini-batch that does not reach
             them tells that they have no curvature there; others are refused.
+        first_output: What the first datum to come gives by itself, ``[1, C]``, if that is known:
+            its mini-batch must give the same.
 
     Raises:
         ValueError: If the model has no trainable parameter, K-FAC cannot represent one, or an
@@ -83,6 +86,7 @@ class Engine:
     params: Iterable[Tensor] | None = None
     cost: FitCost = field(default_factory=FitCost)
     reached: set[str] = field(default_factory=set)
+    first_output: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Look up who owns the parameters."""
@@ -166,6 +170,7 @@ class Engine:
             with torch.set_grad_enabled(outputs), recorder.recording():
                 f = check_outputs(self.root(x))
             n, C = f.shape
+            self._check_first(f.detach())
             self._check_called(recorder, outputs)
             if y is not None:
                 check_targets(y, f.shape, self.likelihood)
@@ -264,6 +269,17 @@ class Engine:
                 for new in parts:
                     counter.add(new)
         return len(V), {layer: gram.result() for layer, gram in grams.items()}
+
+    def _check_first(self, f: Tensor) -> None:
+        """Raise if the very first datum's output is another one in its mini-batch."""
+        expected, self.first_output = self.first_output, None
+        if expected is not None and not agree(f[:1], expected):
+            raise ValueError(
+                "Expected one row of outputs for each datum, whatever passes with it, got another "
+                f"output of the first datum by itself than among {len(f)}. Remedy: let the model "
+                "treat each datum by itself, and normalise with statistics of the training. "
+                "`verify=False` turns this check off."
+            )
 
     def _check_called(self, recorder: Recorder, outputs: bool) -> None:
         """Raise if a layer was never called so far, or called without gradients."""

@@ -20,6 +20,7 @@ from laplace_debias.network.ownership import (
     freeze_unsupported,
     unsupported_parameters,
 )
+from laplace_debias.network.parametrized import bake_parametrizations
 from laplace_debias.network.preserve import evaluation_mode, preserved
 from laplace_debias.network.verify import LayerCheck
 
@@ -34,6 +35,7 @@ __all__ = [
     "SAMPLERS",
     "Sampler",
     "backward_vectors",
+    "bake_parametrizations",
     "check_model",
     "check_supported",
     "curvature_scores",

@@ -262,8 +262,8 @@ def check_supported(model: nn.Module, types: tuple[type[nn.Module], ...] = KFAC_
             f"Expected trainable parameters in {known} layers only, because K-FAC represents no "
             f"other; got trainable parameters in {', '.join(listed)}. Remedy: freeze them with "
             "`laplace_debias.freeze_unsupported(model)`; they keep their trained value and are "
-            "treated as certain. A parametrised weight becomes an ordinary one by "
-            "`torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')`."
+            "treated as certain. Parametrised weights become ordinary ones by "
+            "`model = laplace_debias.bake_parametrizations(model)`."
         )
 
 

@@ -14,15 +14,13 @@ from laplace_debias.plots.evaluation import (
     plot_sweep,
 )
 from laplace_debias.plots.quadratics import (
-    plot_batch_sizes,
     plot_cg_runs,
     plot_directional_bias,
     plot_overlaps,
     plot_planes,
-    plot_report,
-    plot_series,
 )
 from laplace_debias.plots.runtimes import plot_runtimes
+from laplace_debias.plots.series import plot_batch_sizes, plot_report, plot_series
 
 __all__ = [
     "plot_band",

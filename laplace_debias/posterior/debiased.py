@@ -35,10 +35,11 @@ from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
 from laplace_debias.kfac.upstream import BackendEngine, choose_backend, supported_types
-from laplace_debias.network.features import computing_model, detached_features
+from laplace_debias.network.features import computing_model, detached_features, first_output
 from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
 from laplace_debias.network.ownership import KFAC_TYPES, check_supported
 from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.remembered import forget
 from laplace_debias.network.upstream import (
     PrivateProtocol,
     backend_of,
@@ -304,12 +305,14 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
         """Check the model that an engine computes with, on a few data."""
         keys = (row_keys(self), self.dict_key_y)
         with engine.cost.stage("verification"):
+            forget(model)
             if is_last_layer(self):
                 verify_last_layer(model, X, *keys)
-            elif isinstance(engine, Engine):
-                engine.reached |= verify_layers(model, X, *keys)
             else:
-                verify_layers(model, X, *keys, inside=False)
+                reached = verify_layers(model, X, *keys, inside=isinstance(engine, Engine))
+            if isinstance(engine, Engine):
+                engine.reached |= set() if is_last_layer(self) else reached
+                engine.first_output = first_output(model, X, keys[0])
 
     @property
     def parameter_names(self) -> list[str]:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from laplace_debias.data.chunks import Chunk, gather, partition
-from laplace_debias.data.progress import bar
-from laplace_debias.quadratics.bias import choose_directions
+from laplace_debias.quadratics.directions import top_eigenvectors
 from laplace_debias.quadratics.quadratic import Quadratic
 from laplace_debias.storage.cells import CellStore
 from laplace_debias.storage.export import tidy
@@ -175,7 +175,7 @@ def curvature_bias_report(
     seed: int = 0,
     folder: str | Path | None = None,
     data_id: str | None = None,
-    progress_bar: bool | None = None,
+    progress_bar: bool = False,
     **quadratic_options: Any,
 ) -> CurvatureBiasReport:
     """Diagnose the curvature bias of a model in one call.
@@ -193,7 +193,7 @@ def curvature_bias_report(
         folder: Keeps finished draws, and the same call resumes from there.
         data_id: Stands for the data in the folder, which are then not compared. Change it when
             they change.
-        progress_bar: Show one; by default on a terminal, if it takes some seconds.
+        progress_bar: Show one.
         **quadratic_options: ``curvature``, ``l2``, ``regularize_biases``, ``chunk_size`` (default
             512) and ``max_columns`` of :class:`Quadratic`.
 
@@ -235,19 +235,19 @@ def curvature_bias_report(
         generator = torch.Generator().manual_seed(seed + 7919 * size + draw)
         batches = partition((X, y), size, generator=generator, n_batches=2)
         one, two = (Quadratic(model, loss, batch, **options) for batch in batches)
-        D, _ = choose_directions(one, "eigenvectors", k)
+        D = top_eigenvectors(one, k).vectors
         return {
             name: quadratic.curvatures(D)
             for name, quadratic in zip(names, (one, two, everything), strict=True)
         }
 
     curvatures: dict[str, list[Tensor]] = {name: [] for name in names}
-    with bar(title="bias", total=len(batch_sizes) * draws, shown=progress_bar) as shown:
+    with tqdm(total=len(batch_sizes) * draws, disable=not progress_bar, desc="bias") as bar:
         for size, draw in itertools.product(batch_sizes, range(draws)):
             measured = study.get(f"size {size} draw {draw}", partial(measure, size, draw))
             for name in names:
                 curvatures[name].append(measured[name])
-            shown.update()
+            bar.update()
     shape = (len(batch_sizes), draws, -1)
     return CurvatureBiasReport(
         curvature=options.get("curvature", "ggn"),
