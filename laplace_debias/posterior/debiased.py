@@ -60,6 +60,7 @@ from laplace_debias.network.upstream import (
 )
 from laplace_debias.network.verify import verify_last_layer, verify_layers
 from laplace_debias.posterior.state import check_parameters, load_state, save_state
+from laplace_debias.posterior.tuned import Tuned
 from laplace_debias.predictive.eigenblocks import check_prior_precision
 from laplace_debias.predictive.links import (
     check_n_samples,
@@ -81,7 +82,7 @@ else:
     _Base = object
 
 
-class DebiasedPosterior(PrivateProtocol, _Base):
+class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
     """What both debiased classes share; comes before laplace-torch's class in the bases.
 
     Attributes:
@@ -256,7 +257,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         self,
         train_loader: Iterable[Any],
         override: bool = True,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         *,
         curvature_loader: Iterable[Any] | None = None,
         n_data: int | None = None,
@@ -626,8 +627,10 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         pred_type, link_approx = self._checked_options(pred_type, link_approx, generator)
         if pred_type == "nn":
             samples = self.network_samples(x, n_samples, generator, **model_kwargs)
-            labels = self._predicts_labels()
-            return (mean_label_log_probabilities if labels else mean_log_probabilities)(samples)
+            mean = (
+                mean_label_log_probabilities if self._predicts_labels() else mean_log_probabilities
+            )
+            return mean(samples / self.logit_temperature)
         options = (n_samples, diagonal_output, generator)
         return self._glm_prediction(x, link_approx, *options, values=False)[0]
 
@@ -678,6 +681,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             generator=generator,
             diagonal_output=diagonal_output,
             labels=self._predicts_labels() and not values,
+            logit_temperature=self.logit_temperature,
         )
         return prediction
 
@@ -710,10 +714,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
 
     def predictive_samples(self, *args: Any, **kwargs: Any) -> Tensor:
         """Samples of the predictive, ``[S, n, C]``; see laplace-torch."""
-        self.check_fitted()
-        if self._predicts_labels():
-            return self._inverse_link(self.functional_samples(*args, **kwargs))
-        return super().predictive_samples(*args, **kwargs)
+        return self._inverse_link(self.functional_samples(*args, **kwargs))
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Weight samples ``[S, P]`` from the posterior; see laplace-torch."""
@@ -761,8 +762,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
     def _inverse_link(self, fs: Tensor) -> Tensor:
         """Probabilities of sampled outputs, or the outputs themselves."""
         if self._predicts_labels():
-            return torch.sigmoid(fs)
-        return fs if self._predicts_values() else torch.softmax(fs, dim=-1)
+            return torch.sigmoid(fs / self.logit_temperature)
+        return fs if self._predicts_values() else self.probabilities(fs)
 
     def optimize_prior_precision(
         self,
@@ -780,7 +781,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         link_approx: str = "probit",
         n_samples: int = 100,
         verbose: bool = False,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         log_prior_prec_base: float = 10.0,
     ) -> None:
         """Choose the prior precision, as laplace-torch does.
@@ -842,7 +843,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                     prior_structure,
                     val_loader,
                     verbose=verbose,
-                    progress_bar=progress_bar,
+                    progress_bar=bool(progress_bar),
                 )
         except BaseException:
             self.prior_precision = before
