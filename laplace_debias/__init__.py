@@ -38,13 +38,19 @@ from laplace_debias.evaluation import (
 )
 from laplace_debias.kfac import HookEF, HookGGN
 from laplace_debias.network import (
+    FreezeSummary,
     LayerCheck,
     ModelCheck,
     bake_parametrizations,
     check_model,
     freeze_unsupported,
 )
-from laplace_debias.posterior import DebiasedKronLaplace, DebiasedKronLLLaplace, Laplace
+from laplace_debias.posterior import (
+    DebiasedKronLaplace,
+    DebiasedKronLLLaplace,
+    Laplace,
+    prior_precision_from_weight_decay,
+)
 from laplace_debias.predictive import LinearizedPredictive, linearized_predictive
 
 __all__ = [
@@ -61,12 +67,14 @@ __all__ = [
     "LayerCheck",
     "freeze_unsupported",
     "bake_parametrizations",
+    "FreezeSummary",
     # prediction and prior precision
     "linearized_predictive",
     "LinearizedPredictive",
     "sweep_prior_precision",
     "SweepResult",
     "default_grid",
+    "prior_precision_from_weight_decay",
     # evaluation
     "evaluate",
     "CalibrationReport",

@@ -35,7 +35,7 @@ def _shapes(x: Inputs) -> tuple[object, ...]:
         return (x.shape[1:], x.dtype, x.device)
     return tuple(
         (name, value.shape[1:], value.dtype, value.device) if isinstance(value, Tensor) else name
-        for name, value in x.items()
+        for name, value in (x.items() if isinstance(x, MutableMapping) else enumerate(x))
     )
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs, Keys, rows_of, size_of, take
+from laplace_debias.data.inputs import Inputs, Keys, rows_of, size_of, take, tensors_of
+from laplace_debias.network.calling import call_model
 from laplace_debias.network.check import N_CHECKED, RowCheck, agree, check_rows, likely_cause
 from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.ownership import OwnedParameter, owned_parameters
@@ -85,10 +86,8 @@ def check_parameters(
         few, rows = n, check_rows(model, x, owned)
     found = []
     for p in owned:
-        layer = p.layers[0]
-        status, note = _status(p, rows, few)
-        size = layer.get_parameter(p.role).numel()
-        found.append(LayerCheck(p.name, type(layer).__name__, size, status, note))
+        kind, size = type(p.layers[0]).__name__, p.layers[0].get_parameter(p.role).numel()
+        found.append(LayerCheck(p.name, kind, size, *_status(p, rows, few)))
     return found, rows
 
 
@@ -101,11 +100,15 @@ def _status(p: OwnedParameter, rows: RowCheck, n: int) -> tuple[Status, str]:
             f"a larger mini-batch, or freeze it, {freeze}"
         )
     if p.name in rows.detached:
-        return "not supported", (
-            f"its layer runs without gradients. Remedy: no `no_grad` around it, or {freeze}"
-        )
+        why = "its layer runs without gradients. Remedy: no `no_grad` around it, or "
+        return "not supported", why + freeze
     if p.name in rows.unexplained:
         return "not supported", likely_cause(p.layers[0], len(p.layers) > 1)
+    if p.name in rows.mixed:
+        why = "its layer does not see the data along its first dimension. Remedy: "
+        return "not supported", f"{why}`batch_first=True`, or freeze it, {freeze}"
+    if p.scales:
+        return "exact", ""
     calls = [call for layer in p.layers for call in rows.calls[layer]]
     positions = sum(call.shape.numel() // call.d_out for call in calls) / n
     notes = []
@@ -138,17 +141,21 @@ def check_order(
     devices = devices_of(list(model.parameters()))
     with differentiable(model, []), torch.no_grad(), torch.random.fork_rng(devices):
         few = take(x, slice(0, n), key)
-        f = check_outputs(model(few))
-        if whole and not agree(check_outputs(model(x))[:n], f):
+        f = check_outputs(call_model(model, few))
+        if whole and not agree(check_outputs(call_model(model, x))[:n], f):
             return "the outputs of some data differ from those of the whole mini-batch"
         if n == 1:
             return None
         order, k = torch.arange(n).roll(1), n - (total > n)  # no datum stays in its place
         other = torch.cat([order[:k], torch.tensor([total - 1])])[:n]  # one gives way to another
-        fine = agree(check_outputs(model(take(x, other, key)))[:k], f[order[:k]])
-        if not fine and not agree(check_outputs(model(take(few, order, key))), f[order]):
+
+        def outputs(inputs: Inputs) -> Tensor:
+            return check_outputs(call_model(model, inputs))
+
+        fine = agree(outputs(take(x, other, key))[:k], f[order[:k]])
+        if not fine and not agree(outputs(take(few, order, key)), f[order]):
             return "outputs do not follow the order of the data"
-        if not fine or not agree(check_outputs(model(take(few, slice(0, 1), key))), f[:1]):
+        if not fine or not agree(outputs(take(few, slice(0, 1), key)), f[:1]):
             return "an output depends on which data pass together"
     return None
 
@@ -173,6 +180,7 @@ def check_data(
     """
     names = rows_of(x, key) if isinstance(x, MutableMapping) else []
     guessed = isinstance(key, str) and len(set(names) - {targets}) > 1
+    guessed |= isinstance(x, (tuple, list)) and len(tensors_of(x)) > 1
     cause = (
         "the model reorders or mixes its mini-batch, or draws random numbers. Remedy: give the "
         "outputs back in the order of the inputs, and normalise with statistics of the training"
@@ -220,7 +228,8 @@ def verify_layers(
     """
     owned = owned_parameters(model)
     found, rows = check_parameters(model, x, owned, key)
-    wrong = [f"{c.name} ({c.kind}): {c.note}" for c in found if c.name in rows.unexplained]
+    refused = {*rows.unexplained, *rows.mixed}
+    wrong = [f"{c.name} ({c.kind}): {c.note}" for c in found if c.name in refused]
     wrong += [
         f"{p.name} ({type(p.layers[0]).__name__}): its layer has a `forward` of its own, which "
         "this backend does not look into. Remedy: leave `backend` out"
