@@ -27,7 +27,7 @@ from laplace_debias.comparison.compare import compare
 from laplace_debias.comparison.result import ComparisonResult
 from laplace_debias.evaluation.evaluate import evaluate
 from laplace_debias.plots.evaluation import plot_comparison, plot_reliability
-from laplace_debias.posterior.factory import Laplace
+from laplace_debias.posterior.kron import Laplace
 
 matplotlib.use("agg")
 

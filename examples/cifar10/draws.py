@@ -18,9 +18,8 @@ from examples.cifar10.data import Split
 from examples.cifar10.reference import Curvature, factors_of
 from laplace_debias.comparison.options import Fit
 from laplace_debias.kfac.factors import Factors
-from laplace_debias.posterior.factory import Laplace
 from laplace_debias.posterior.from_factors import fit_from_factors
-from laplace_debias.posterior.kron import DebiasedKronLaplace
+from laplace_debias.posterior.kron import DebiasedKronLaplace, Laplace
 
 
 class NestedDraws:

@@ -48,9 +48,8 @@ from laplace_debias.comparison import (
 from laplace_debias.comparison.options import Fit
 from laplace_debias.kfac.grams import KFAC_APPROXES
 from laplace_debias.network.loss import SAMPLERS
-from laplace_debias.posterior.factory import Laplace
 from laplace_debias.posterior.from_factors import fit_from_factors
-from laplace_debias.posterior.kron import DebiasedKronLaplace
+from laplace_debias.posterior.kron import DebiasedKronLaplace, Laplace
 from laplace_debias.storage import CellStore
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from examples.classifiers import Problem
 from examples.research.debiasing_lab import Curves, Fitter, Method, bases_of, curves, reevaluated
-from laplace_debias.evaluation.sweep import default_grid, run_sweep
+from laplace_debias.evaluation.predictors import run_sweep
+from laplace_debias.evaluation.sweep import default_grid
 from laplace_debias.evaluation.table import fresh_metrics
 from laplace_debias.kfac.backend import HookGGN
 from laplace_debias.network.loss import softmax_hessian_root
@@ -91,5 +92,5 @@ def curves_of_any(problem: Problem, posterior: KronDecomposed | EigenvalueCorrec
         for copies in metrics.values():
             copies[i].update(*prediction, y)
 
-    run_sweep(predictor, problem.test_loader, update, link_approx="probit", n_samples=0)
+    run_sweep(la, predictor, problem.test_loader, update, link_approx="probit", n_samples=0)
     return {name: [float(c.compute()) for c in copies] for name, copies in metrics.items()}

@@ -41,7 +41,7 @@ from laplace_debias.data.reading import as_batches
 from laplace_debias.debias.options import CrossfitOptions
 from laplace_debias.evaluation.sweep import default_grid
 from laplace_debias.posterior.debiased import DebiasedPosterior
-from laplace_debias.posterior.factory import Laplace
+from laplace_debias.posterior.kron import Laplace
 from laplace_debias.storage.cells import CellStore
 from laplace_debias.storage.fingerprints import plain_options
 

@@ -46,10 +46,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_debias.data.inputs import Batch, take
+from laplace_debias.data.inputs import Batch, Keys, take
+from laplace_debias.kfac.counts import RowCount
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
-from laplace_debias.kfac.row_counts import RowCount
 from laplace_debias.storage.export import ExportedResult
 
 __all__ = [
@@ -216,7 +216,7 @@ def expected_bias(factors: Factors) -> ExpectedBias:
 
 
 def expected_bias_of(
-    engine: Engine, batches: Iterable[Batch], key_x: str = "input_ids"
+    engine: Engine, batches: Iterable[Batch], key_x: Keys = "input_ids"
 ) -> ExpectedBias:
     """The same for data that still have to pass through the network.
 

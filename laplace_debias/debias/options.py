@@ -1,4 +1,4 @@
-"""What a cross-fitted posterior is fitted on: folds, and which data serve which factor."""
+"""Names of the methods, and what a cross-fitted posterior is fitted on: folds, and their data."""
 
 from __future__ import annotations
 
@@ -16,12 +16,41 @@ __all__ = [
     "TWO_BATCH",
     "CrossfitOptions",
     "ResolvedOptions",
+    "debias_mode",
     "even_parts",
 ]
 
 TWO_BATCH, SINGLE, CROSSFIT = "two-batch", "single", "crossfit"
 
 SAMPLINGS = ("uniform", "curvature")
+
+
+def debias_mode(debias: bool | str) -> str:
+    """The name of a debiasing method.
+
+    Args:
+        debias: ``True`` or ``"two-batch"``, ``"crossfit"``, or ``"single"``.
+
+    Returns:
+        ``"two-batch"``, ``"crossfit"`` or ``"single"``.
+
+    Raises:
+        ValueError: For anything else.
+
+    Example:
+        >>> debias_mode(True)
+        'two-batch'
+    """
+    if debias is True:
+        return TWO_BATCH
+    if isinstance(debias, str) and debias in (TWO_BATCH, SINGLE, CROSSFIT):
+        return debias
+    raise ValueError(
+        "Expected `debias` to be True or 'two-batch' (directions from one mini-batch, curvatures "
+        "from another), 'crossfit' (directions from all data drawn, curvatures from folds that "
+        "did not choose them), 'single' (one mini-batch for both, biased) or False "
+        f"(laplace-torch's own class), got {debias!r}. Remedy: `Laplace(model, ..., debias=True)`."
+    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from laplace_debias.data.inputs import Batch, Inputs
 from laplace_debias.data.roles import CURVATURES, DIRECTIONS, TrainingData
 from laplace_debias.debias.spectrum import FitResult, decompose, rebuild, reevaluate
-from laplace_debias.kfac.cost import FitCost
+from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Factors, merge
 
 __all__ = ["FactorEngine", "fit_factors", "fit_single", "fit_two_batch"]

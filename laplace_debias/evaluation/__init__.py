@@ -3,6 +3,7 @@
 from laplace_debias.evaluation.evaluate import EvaluationError, evaluate
 from laplace_debias.evaluation.grid_search import gridsearch_prior_precision
 from laplace_debias.evaluation.metrics import ECE, NLL, Accuracy, Brier, MeanEntropy
+from laplace_debias.evaluation.predictors import run_sweep
 from laplace_debias.evaluation.regression import MSE, RMSE, Coverage, GaussianNLL
 from laplace_debias.evaluation.reports import (
     CalibrationReport,
@@ -12,7 +13,7 @@ from laplace_debias.evaluation.reports import (
     ReliabilityBins,
 )
 from laplace_debias.evaluation.streams import CalibrationMetrics, RegressionMetrics
-from laplace_debias.evaluation.sweep import default_grid, run_sweep, sweep_prior_precision
+from laplace_debias.evaluation.sweep import default_grid, sweep_prior_precision
 from laplace_debias.evaluation.sweep_result import SweepResult
 from laplace_debias.evaluation.table import fresh_metrics, metric_table
 

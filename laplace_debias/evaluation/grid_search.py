@@ -15,8 +15,7 @@ from torch import Tensor
 
 from laplace_debias.data.reading import read
 from laplace_debias.data.targets import check_targets
-from laplace_debias.evaluation.predictors import Predict, laplace_predictor
-from laplace_debias.evaluation.sweep import Update, run_sweep
+from laplace_debias.evaluation.predictors import Predict, Update, laplace_predictor, run_sweep
 from laplace_debias.evaluation.sweep_result import SweepResult
 from laplace_debias.evaluation.table import UserMetric, metric_table
 from laplace_debias.network.loss import likelihood_name
@@ -132,7 +131,7 @@ def gridsearch_prior_precision(
     }
     if pred_type == PredType.GLM:
         predictor = StructuredPredictor(la, grid, keep_graph=False)
-        n_data = run_sweep(predictor, val_loader, update, progress_bar=progress_bar, **options)
+        n_data = run_sweep(la, predictor, val_loader, update, progress_bar=progress_bar, **options)
     else:
         predict = laplace_predictor(la, "nn", **options)
         n_data = _run_networks(la, grid, val_loader, predict, update, progress_bar)

@@ -6,7 +6,7 @@ A prediction is ``(log-probabilities [n, C],)`` for classification and ``(mean [
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,12 +14,30 @@ from laplace.baselaplace import BaseLaplace
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
+from laplace_debias.data.reading import read
+from laplace_debias.data.targets import check_targets
 from laplace_debias.network.loss import Likelihood, likelihood_name
-from laplace_debias.predictive.predictions import Prediction
+from laplace_debias.network.upstream import device_of
+from laplace_debias.predictive.links import check_link
+from laplace_debias.predictive.predictions import (
+    Prediction,
+    Predictor,
+    check_method,
+    glm_predictions,
+)
 
-__all__ = ["LogProbabilities", "Predict", "laplace_predictor", "model_predictor"]
+__all__ = [
+    "LogProbabilities",
+    "Predict",
+    "Update",
+    "laplace_predictor",
+    "model_predictor",
+    "run_sweep",
+]
 
 Predict = Callable[[Inputs], Prediction]
+Update = Callable[[int, Prediction, Tensor], None]
+"""What to do with the prediction of the i-th prior precision and its targets."""
 
 
 @runtime_checkable
@@ -110,3 +128,61 @@ def laplace_predictor(
         return (output.log(),)
 
     return predict
+
+
+def run_sweep(
+    la: BaseLaplace,
+    predictor: Predictor,
+    loader: Iterable[Any],
+    update: Update,
+    *,
+    link_approx: str,
+    n_samples: int,
+    method: str = "exact",
+    generator: torch.Generator | None = None,
+    progress_bar: bool = False,
+) -> int:
+    """Predict for every batch and grid point; hand each prediction to ``update(i, prediction, y)``.
+
+    A prediction is ``(log-probabilities,)`` for classification and ``(mean, covariance)`` for
+    regression.
+
+    Args:
+        la: The Laplace approximation.
+        predictor: Its linearised predictive over a grid.
+        loader: Mini-batches ``(x, y)`` or mappings, or one such mini-batch.
+        update: What to do with a prediction.
+        link_approx: Link approximation, for classification.
+        n_samples: Number of samples, if any.
+        method: ``"exact"``, ``"samples"`` or ``"auto"``.
+        generator: Random number generator for samples.
+        progress_bar: Show a progress bar over batches.
+
+    Returns:
+        The number of data.
+
+    Raises:
+        ValueError: For an unknown link or method, or data that :func:`~laplace_debias.data.reading.
+            read` refuses or that do not fit the model's outputs.
+    """
+    check_link(link_approx)
+    check_method(method)
+    n_data, likelihood = 0, likelihood_name(la.likelihood)
+    title = "[Sweep]" if progress_bar else None
+    with torch.no_grad():
+        for x, y in read(loader, device_of(la), la.dict_key_y, progress=title):
+            predictions = glm_predictions(
+                predictor,
+                x,
+                regression=likelihood == "regression",
+                link_approx=link_approx,
+                n_samples=n_samples,
+                method=method,
+                generator=generator,
+            )
+            for i, prediction in enumerate(predictions):
+                if i == 0:
+                    check_targets(y, prediction[0].shape, likelihood)
+                update(i, prediction, y)
+            n_data += len(y)
+    return n_data

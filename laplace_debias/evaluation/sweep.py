@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from laplace.baselaplace import KronLaplace
 from torch import Tensor
 
-from laplace_debias.data.reading import read
-from laplace_debias.data.targets import check_targets
+from laplace_debias.evaluation.predictors import run_sweep
 from laplace_debias.evaluation.sweep_result import SweepResult
 from laplace_debias.evaluation.table import Metrics, fresh_metrics
 from laplace_debias.network.loss import likelihood_name
-from laplace_debias.network.upstream import device_of
 from laplace_debias.predictive.eigenblocks import PriorPrecisions, check_fitted
-from laplace_debias.predictive.links import check_link
-from laplace_debias.predictive.predictions import Prediction, check_method, glm_predictions
+from laplace_debias.predictive.predictions import Prediction
 from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
 
-__all__ = ["default_grid", "run_sweep", "sweep_prior_precision"]
-
-Update = Callable[[int, Prediction, Tensor], None]
+__all__ = ["default_grid", "sweep_prior_precision"]
 
 
 def default_grid(n_data: int) -> Tensor:
@@ -111,6 +106,7 @@ def sweep_prior_precision(
             copies[i].update(*prediction, y)
 
     n_data = run_sweep(
+        la,
         predictor,
         loader,
         update,
@@ -135,60 +131,3 @@ def sweep_prior_precision(
         n_data,
         link if likelihood == "classification" else None,
     )
-
-
-def run_sweep(
-    predictor: StructuredPredictor,
-    loader: Iterable[Any],
-    update: Update,
-    *,
-    link_approx: str,
-    n_samples: int,
-    method: str = "exact",
-    generator: torch.Generator | None = None,
-    progress_bar: bool = False,
-) -> int:
-    """Predict for every batch and grid point; hand each prediction to ``update(i, prediction, y)``.
-
-    A prediction is ``(log-probabilities,)`` for classification and ``(mean, covariance)`` for
-    regression.
-
-    Args:
-        predictor: The linearised predictive over a grid.
-        loader: See :func:`sweep_prior_precision`.
-        update: What to do with a prediction.
-        link_approx: Link approximation, for classification.
-        n_samples: Number of samples, if any.
-        method: ``"exact"``, ``"samples"`` or ``"auto"``.
-        generator: Random number generator for samples.
-        progress_bar: Show a progress bar over batches.
-
-    Returns:
-        The number of data.
-
-    Raises:
-        ValueError: For an unknown link or method, or data that :func:`~laplace_debias.data.reading.
-            read` refuses or that do not fit the model's outputs.
-    """
-    check_link(link_approx)
-    check_method(method)
-    la, n_data = predictor.la, 0
-    likelihood = likelihood_name(la.likelihood)
-    title = "[Sweep]" if progress_bar else None
-    with torch.no_grad():
-        for x, y in read(loader, device_of(la), la.dict_key_y, progress=title):
-            predictions = glm_predictions(
-                predictor,
-                x,
-                regression=likelihood == "regression",
-                link_approx=link_approx,
-                n_samples=n_samples,
-                method=method,
-                generator=generator,
-            )
-            for i, prediction in enumerate(predictions):
-                if i == 0:
-                    check_targets(y, prediction[0].shape, likelihood)
-                update(i, prediction, y)
-            n_data += len(y)
-    return n_data

@@ -1,11 +1,10 @@
 """Kronecker factors of some data, from this package's engine or laplace-torch's backends."""
 
 from laplace_debias.kfac.backend import HookEF, HookGGN
-from laplace_debias.kfac.cost import FitCost
+from laplace_debias.kfac.counts import FitCost, RowCount
 from laplace_debias.kfac.engine import Engine, kfac_factors
 from laplace_debias.kfac.factors import Block, Factors, merge
 from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
-from laplace_debias.kfac.row_counts import RowCount
 from laplace_debias.kfac.upstream import BackendEngine
 
 __all__ = [

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.targets import check_targets
-from laplace_debias.kfac.cost import FitCost
+from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox, OutputGram
 from laplace_debias.kfac.row_counts import RowCounter, input_rows, output_rows

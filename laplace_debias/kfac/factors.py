@@ -34,7 +34,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from laplace_debias.kfac.row_counts import RowCount
+from laplace_debias.kfac.counts import RowCount
 
 __all__ = ["Block", "Factors", "merge"]
 

@@ -13,61 +13,16 @@ of equally long, mutually orthogonal rows that would give the same :math:`S` at 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from laplace_debias.kfac.counts import RowCount
 from laplace_debias.kfac.grams import KFACApprox, check_datum
 from laplace_debias.network.ownership import KFACLayer
 from laplace_debias.network.unfold import conv_image, conv_windows, last_first
 
-__all__ = ["RowCount", "RowCounter", "input_rows", "output_rows"]
-
-
-@dataclass(frozen=True)
-class RowCount:
-    """What the rows behind one factor are, summed over data.
-
-    Attributes:
-        n_data: Number n of data.
-        n_rows: Number of rows of all data.
-        trace: Sum over data of ``tr E_i``.
-        trace_squares: Sum over data of ``(tr E_i)^2``.
-        squares: Sum over data of the squared Frobenius norm of ``E_i``; the same for one row each.
-    """
-
-    n_data: int
-    n_rows: int
-    trace: float
-    trace_squares: float
-    squares: float
-
-    @property
-    def effective_rows(self) -> float:
-        """Effective number of rows, ``trace^2 / squares``; 0 where all rows are zero."""
-        return self.trace**2 / self.squares if self.squares != 0 else 0.0
-
-    @property
-    def effective_data(self) -> float:
-        """Effective number of data, ``trace^2 / trace_squares``; 0 where all rows are zero."""
-        return self.trace**2 / self.trace_squares if self.trace_squares != 0 else 0.0
-
-    def __add__(self, other: RowCount) -> RowCount:
-        """Rows of the data of both.
-
-        Example:
-            >>> RowCount(1, 1, 2.0, 4.0, 4.0) + RowCount(1, 2, 2.0, 4.0, 2.0)
-            RowCount(n_data=2, n_rows=3, trace=4.0, trace_squares=8.0, squares=6.0)
-        """
-        return RowCount(
-            self.n_data + other.n_data,
-            self.n_rows + other.n_rows,
-            self.trace + other.trace,
-            self.trace_squares + other.trace_squares,
-            self.squares + other.squares,
-        )
+__all__ = ["RowCounter", "input_rows", "output_rows"]
 
 
 class RowCounter:

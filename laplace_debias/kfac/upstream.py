@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.targets import check_targets
 from laplace_debias.kfac.backend import HookGGN, HookInterface
-from laplace_debias.kfac.cost import FitCost
+from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Block, Factors
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.ownership import KFAC_TYPES, kfac_layers
@@ -106,7 +106,7 @@ class BackendEngine:
     Example:
         >>> import torch
         >>> from laplace.curvature import AsdlGGN
-        >>> from laplace_debias.network.preserve import computing_model
+        >>> from laplace_debias.network.features import computing_model
         >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
         >>> with computing_model(net) as (model, _):
         ...     engine = BackendEngine(AsdlGGN, model, "classification")

@@ -12,7 +12,7 @@ from laplace_debias.network.loss import (
     sampled_hessian_root,
     softmax_hessian_root,
 )
-from laplace_debias.network.model_check import LayerCheck, ModelCheck, check_model
+from laplace_debias.network.model_check import ModelCheck, check_model
 from laplace_debias.network.ownership import (
     KFAC_TYPES,
     KFACLayer,
@@ -21,6 +21,7 @@ from laplace_debias.network.ownership import (
     unsupported_parameters,
 )
 from laplace_debias.network.preserve import evaluation_mode, preserved
+from laplace_debias.network.verify import LayerCheck
 
 __all__ = [
     "FISHERS",

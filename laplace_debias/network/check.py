@@ -24,7 +24,8 @@ from torch.nn import functional as F
 
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.network.ownership import OwnedParameter
-from laplace_debias.network.preserve import differentiable
+from laplace_debias.network.preserve import devices_of, differentiable
+from laplace_debias.network.products import has_own_forward
 from laplace_debias.network.recorder import LayerCall, Recorder, check_outputs
 from laplace_debias.network.unfold import conv_padding, last_first
 
@@ -33,8 +34,8 @@ __all__ = [
     "agree",
     "check_rows",
     "derivatives",
-    "devices_of",
     "layer_response",
+    "likely_cause",
     "random_steps",
 ]
 
@@ -261,17 +262,29 @@ def _explained(
     return agree(total, truth, scale)
 
 
-def devices_of(params: Sequence[Tensor]) -> list[torch.device]:
-    """Devices other than the CPU whose generators a network may draw from.
+def likely_cause(layer: nn.Module, shared: bool) -> str:
+    """Why rows may not explain a parameter, and what to do.
 
     Args:
-        params: Its parameters.
+        layer: The layer that owns it.
+        shared: Whether its rows were recorded from several layers.
 
     Returns:
-        CUDA devices, each once.
+        A clause and a remedy.
 
     Example:
-        >>> devices_of([torch.ones(1)])
-        []
+        >>> likely_cause(nn.Linear(2, 1), False)[:24]
+        'its weight is used outsi'
     """
-    return list({p.device for p in params if p.device.type == "cuda"})
+    kind = type(layer).__name__
+    if has_own_forward(layer):
+        return (
+            f"the `forward` of {kind} changes its weight (standardised, scaled, masked). Remedy: "
+            "freeze it, or write what it computes into the weight of an ordinary layer"
+        )
+    if shared:
+        return "layers share it and one of them uses it in another way. Remedy: freeze it"
+    return (
+        "its weight is used outside the layer as well (a tied decoder, a penalty in the outputs). "
+        "Remedy: freeze it, or give the other use a parameter of its own"
+    )

@@ -8,17 +8,24 @@ call's own.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs
+from laplace_debias.data.inputs import Inputs, widen
+from laplace_debias.network.preserve import preserved
 from laplace_debias.network.recorder import Recorder
 from laplace_debias.network.upstream import feature_extractor, last_layer_name, last_layer_of
 
-__all__ = ["LastLayerNetwork", "detached_features", "outputs_and_features"]
+__all__ = ["LastLayerNetwork", "computing_model", "detached_features", "outputs_and_features"]
+
+LEFTOVERS = {"fisher", "_backpack_extend"}
+"""Attributes that ASDL and BackPACK leave on modules, and for which they refuse each other's."""
 
 
 class LastLayerNetwork(FeatureExtractor):
@@ -147,3 +154,51 @@ def detached_features(model: nn.Module, x: Inputs) -> Tensor:
         tensor([[0., 0., 0.]])
     """
     return outputs_and_features(feature_extractor(model), x)[1]
+
+
+@contextmanager
+def computing_model(
+    model: nn.Module, last_layer: bool = False
+) -> Iterator[tuple[nn.Module, Callable[[Any], Any]]]:
+    """The model to compute factors with, in evaluation mode; it is left as it was.
+
+    Half-precision models are copied to float32 for this, because sums of outer products overflow
+    (float16) or drown (bfloat16) in their own precision.
+
+    Args:
+        model: The network, for ``last_layer`` a ``FeatureExtractor`` that knows its last layer.
+        last_layer: Whether only the last layer is Bayesian.
+
+    Yields:
+        The model, and a function that casts its inputs and targets.
+
+    Example:
+        >>> with computing_model(nn.Linear(2, 1).half()) as (model, cast):
+        ...     model(cast(torch.ones(1, 2).half())).dtype
+        torch.float32
+    """
+    half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
+    if half:
+        model = _float32_copy(model, last_layer)
+    before = [(module, set(vars(module))) for module in model.modules()]
+    try:
+        with preserved(model):
+            model.eval()
+            yield model, (widen if half else lambda value: value)
+    finally:
+        for module, names in before:
+            for name in LEFTOVERS & (set(vars(module)) - names):
+                delattr(module, name)
+
+
+def _float32_copy(model: nn.Module, last_layer: bool) -> nn.Module:
+    """The model in float32; its last layer cannot be taken over by a mere cast."""
+    if not last_layer:
+        return copy.deepcopy(model).float()
+    extractor = feature_extractor(model)
+    return LastLayerNetwork(
+        copy.deepcopy(extractor.model).float(),
+        last_layer_name=last_layer_name(model),
+        enable_backprop=extractor.enable_backprop,
+        feature_reduction=extractor.feature_reduction,
+    )

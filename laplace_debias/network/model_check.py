@@ -4,50 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
-from laplace_debias.network.check import N_CHECKED, RowCheck, check_rows
+from laplace_debias.network.check import RowCheck
 from laplace_debias.network.loss import likelihood_name
-from laplace_debias.network.order import check_data
-from laplace_debias.network.ownership import (
-    OwnedParameter,
-    owned_parameters,
-    owners,
-    unsupported_parameters,
-)
+from laplace_debias.network.ownership import owned_parameters, owners, unsupported_parameters
 from laplace_debias.network.preserve import evaluation_mode
-from laplace_debias.network.products import has_own_forward
 from laplace_debias.network.recorder import Recorder
+from laplace_debias.network.verify import LayerCheck, check_data, check_parameters
 
-__all__ = ["LayerCheck", "ModelCheck", "check_model", "check_parameters", "likely_cause"]
-
-Status = Literal["exact", "approximated", "not supported"]
-"""Whether the rows of a layer are one per datum, several, or no explanation of what it does."""
-
-
-@dataclass(frozen=True)
-class LayerCheck:
-    """What holds for one Bayesian parameter.
-
-    Attributes:
-        name: Its name.
-        kind: Type of the layer that owns it.
-        n_parameters: Number of its entries.
-        status: ``"exact"``: one row per datum, whose outer product of gradient and input is the
-            Jacobian, so that K-FAC's only step is to average the two apart. ``"approximated"``:
-            several rows per datum, which K-FAC sums as ``note`` says. ``"not supported"``: refused.
-        note: How it is approximated, or why it is not supported and what to do.
-    """
-
-    name: str
-    kind: str
-    n_parameters: int
-    status: Status
-    note: str = ""
+__all__ = ["ModelCheck", "check_model"]
 
 
 @dataclass(frozen=True)
@@ -165,91 +134,6 @@ def check_model(
         n,
         fit_bytes,
         predict_bytes,
-    )
-
-
-def check_parameters(
-    model: nn.Module, x: Inputs, owned: Sequence[OwnedParameter], key: Keys = "input_ids"
-) -> tuple[list[LayerCheck], RowCheck]:
-    """Check each parameter on a few data of a mini-batch, or on all if the few miss a layer.
-
-    Args:
-        model: The network.
-        x: Inputs of the mini-batch.
-        owned: Its Bayesian parameters.
-        key: Which entries of a mapping run over the data.
-
-    Returns:
-        What holds for each parameter, and the pass that showed it.
-
-    Example:
-        >>> net = nn.Linear(2, 1)
-        >>> [c.status for c in check_parameters(net, torch.ones(3, 2), owned_parameters(net))[0]]
-        ['exact', 'exact']
-    """
-    n = size_of(x, key)
-    few = min(n, N_CHECKED)
-    rows = check_rows(model, take(x, slice(0, few), key), owned)
-    if rows.unreached and few < n:
-        few, rows = n, check_rows(model, x, owned)
-    found = []
-    for p in owned:
-        layer = p.layers[0]
-        status, note = _status(p, rows, few)
-        size = layer.get_parameter(p.role).numel()
-        found.append(LayerCheck(p.name, type(layer).__name__, size, status, note))
-    return found, rows
-
-
-def _status(p: OwnedParameter, rows: RowCheck, n: int) -> tuple[Status, str]:
-    """What holds for one parameter."""
-    freeze = f'`model.get_parameter("{p.name}").requires_grad_(False)`'
-    if p.name in rows.unreached:
-        return "not supported", (
-            "no datum of the mini-batch reaches its layer (unused, or routed to rarely). Remedy: "
-            f"a larger mini-batch, or freeze it, {freeze}"
-        )
-    if p.name in rows.detached:
-        return "not supported", (
-            f"its layer runs without gradients. Remedy: no `no_grad` around it, or {freeze}"
-        )
-    if p.name in rows.unexplained:
-        return "not supported", likely_cause(p.layers[0], len(p.layers) > 1)
-    calls = [call for layer in p.layers for call in rows.calls[layer]]
-    positions = sum(call.shape.numel() // call.d_out for call in calls) / n
-    notes = []
-    if positions > 1:
-        notes.append(f"{positions:g} rows per datum, summed by `kfac_approx`")
-    if getattr(p.layers[0], "groups", 1) > 1:
-        notes.append("inputs averaged over groups")
-    return ("approximated", ", ".join(notes)) if notes else ("exact", "")
-
-
-def likely_cause(layer: nn.Module, shared: bool) -> str:
-    """Why rows may not explain a parameter, and what to do.
-
-    Args:
-        layer: The layer that owns it.
-        shared: Whether its rows were recorded from several layers.
-
-    Returns:
-        A clause and a remedy.
-
-    Example:
-        >>> likely_cause(nn.Linear(2, 1), False)[:24]
-        'its weight is used outsi'
-    """
-    kind = type(layer).__name__
-    if has_own_forward(layer):
-        return (
-            f"the `forward` of {kind} changes its weight (standardised, scaled, masked). Remedy: "
-            "freeze it, or write what it computes into the weight of an ordinary layer"
-        )
-    if shared:
-        return "layers share it and one of them uses it in another way. Remedy: freeze it"
-    return (
-        "its weight is used outside the layer as well (a tied decoder, a penalty in the outputs). "
-        "Remedy: freeze it, or give the other use a parameter of its own"
     )
 
 

@@ -1,25 +1,98 @@
-"""Leave the user's model as it was found, also when something raises."""
+"""Leave the user's model as it was found, also when something raises, and in many threads.
+
+A module's mode, a parameter's ``requires_grad`` and PyTorch's switches belong to the process, not
+to a call. If every call put back what it found, two threads whose calls overlap would leave behind
+what the other one had set. So calls are counted: the first one makes a change (:class:`Change`),
+and what was there before is put back after the last.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import widen
-from laplace_debias.network.features import LastLayerNetwork
-from laplace_debias.network.nested import Change, held
-from laplace_debias.network.upstream import feature_extractor, last_layer_name
+__all__ = [
+    "Change",
+    "devices_of",
+    "differentiable",
+    "evaluation_mode",
+    "held",
+    "parameters_kept",
+    "preserved",
+]
 
-__all__ = ["computing_model", "differentiable", "evaluation_mode", "parameters_kept", "preserved"]
 
-LEFTOVERS = {"fisher", "_backpack_extend"}
-"""Attributes that ASDL and BackPACK leave on modules, and for which they refuse each other's."""
+@dataclass(frozen=True)
+class Change:
+    """Something to be switched for as long as any call needs it.
+
+    Attributes:
+        key: What is switched: the kind of change, and the ``id`` of the object if there is one.
+        make: Makes the change and returns what undoes it. What it returns must keep the object
+            alive, so that its ``id`` stays its own.
+    """
+
+    key: Hashable
+    make: Callable[[], Callable[[], None]]
+
+
+@dataclass
+class _Held:
+    """A change that some calls hold."""
+
+    undo: Callable[[], None]
+    n_calls: int = 0
+
+
+_lock = threading.RLock()
+_held: dict[Hashable, _Held] = {}
+
+
+@contextmanager
+def held(changes: Iterable[Change]) -> Iterator[None]:
+    """Hold changes inside a block, in any number of threads at once.
+
+    Args:
+        changes: What to change; the same key in two overlapping blocks is the same change.
+
+    Yields:
+        Nothing; every change holds inside the ``with`` block.
+
+    Example:
+        >>> lamp = {"on": False}
+        >>> def switch_on():
+        ...     before = lamp["on"]
+        ...     lamp["on"] = True
+        ...     return lambda: lamp.update(on=before)
+        >>> with held([Change("lamp", switch_on)]):
+        ...     with held([Change("lamp", switch_on)]):
+        ...         pass
+        ...     lamp["on"]
+        True
+        >>> lamp["on"]
+        False
+    """
+    taken: list[Hashable] = []
+    try:
+        with _lock:
+            for change in changes:
+                if change.key not in _held:
+                    _held[change.key] = _Held(change.make())
+                _held[change.key].n_calls += 1
+                taken.append(change.key)
+        yield
+    finally:
+        with _lock:
+            for key in reversed(taken):
+                _held[key].n_calls -= 1
+                if not _held[key].n_calls:
+                    _held.pop(key).undo()
 
 
 @contextmanager
@@ -178,49 +251,17 @@ def preserved(model: nn.Module) -> Iterator[None]:
             p.__dict__.update(attributes)
 
 
-@contextmanager
-def computing_model(
-    model: nn.Module, last_layer: bool = False
-) -> Iterator[tuple[nn.Module, Callable[[Any], Any]]]:
-    """The model to compute factors with, in evaluation mode; it is left as it was.
-
-    Half-precision models are copied to float32 for this, because sums of outer products overflow
-    (float16) or drown (bfloat16) in their own precision.
+def devices_of(params: Sequence[Tensor]) -> list[torch.device]:
+    """Devices other than the CPU whose generators a network may draw from.
 
     Args:
-        model: The network, for ``last_layer`` a ``FeatureExtractor`` that knows its last layer.
-        last_layer: Whether only the last layer is Bayesian.
+        params: Its parameters.
 
-    Yields:
-        The model, and a function that casts its inputs and targets.
+    Returns:
+        CUDA devices, each once.
 
     Example:
-        >>> with computing_model(nn.Linear(2, 1).half()) as (model, cast):
-        ...     model(cast(torch.ones(1, 2).half())).dtype
-        torch.float32
+        >>> devices_of([torch.ones(1)])
+        []
     """
-    half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
-    if half:
-        model = _float32_copy(model, last_layer)
-    before = [(module, set(vars(module))) for module in model.modules()]
-    try:
-        with preserved(model):
-            model.eval()
-            yield model, (widen if half else lambda value: value)
-    finally:
-        for module, names in before:
-            for name in LEFTOVERS & (set(vars(module)) - names):
-                delattr(module, name)
-
-
-def _float32_copy(model: nn.Module, last_layer: bool) -> nn.Module:
-    """The model in float32; its last layer cannot be taken over by a mere cast."""
-    if not last_layer:
-        return copy.deepcopy(model).float()
-    extractor = feature_extractor(model)
-    return LastLayerNetwork(
-        copy.deepcopy(extractor.model).float(),
-        last_layer_name=last_layer_name(model),
-        enable_backprop=extractor.enable_backprop,
-        feature_reduction=extractor.feature_reduction,
-    )
+    return list({p.device for p in params if p.device.type == "cuda"})

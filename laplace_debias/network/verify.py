@@ -1,23 +1,194 @@
-"""What a fit refuses, by the name of the layer, before it costs anything."""
+"""What a fit refuses, by the name of the layer, before it costs anything.
+
+Each parameter's rows are compared with derivatives of the whole network, and a few data are passed
+in another order and one by one: outputs must belong to their data, in any order and any company.
+"""
 
 from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
-from laplace_debias.data.inputs import Inputs, Keys, size_of, take
-from laplace_debias.network.check import N_CHECKED, agree
+from laplace_debias.data.inputs import Inputs, Keys, rows_of, size_of, take
+from laplace_debias.network.check import N_CHECKED, RowCheck, agree, check_rows, likely_cause
 from laplace_debias.network.features import outputs_and_features
-from laplace_debias.network.model_check import check_parameters
-from laplace_debias.network.order import check_data
-from laplace_debias.network.ownership import owned_parameters
-from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.ownership import OwnedParameter, owned_parameters
+from laplace_debias.network.preserve import devices_of, differentiable, evaluation_mode
 from laplace_debias.network.products import has_own_forward
+from laplace_debias.network.recorder import check_outputs
 from laplace_debias.network.upstream import feature_extractor, last_layer_name, last_layer_of
 
-__all__ = ["verify_data", "verify_last_layer", "verify_layers"]
+__all__ = [
+    "LayerCheck",
+    "check_data",
+    "check_order",
+    "check_parameters",
+    "verify_data",
+    "verify_last_layer",
+    "verify_layers",
+]
 
 _OFF = "`verify=False` turns this check off."
+Status = Literal["exact", "approximated", "not supported"]
+"""Whether the rows of a layer are one per datum, several, or no explanation of what it does."""
+
+
+@dataclass(frozen=True)
+class LayerCheck:
+    """What holds for one Bayesian parameter.
+
+    Attributes:
+        name: Its name.
+        kind: Type of the layer that owns it.
+        n_parameters: Number of its entries.
+        status: ``"exact"``: one row per datum, whose outer product of gradient and input is the
+            Jacobian, so that K-FAC's only step is to average the two apart. ``"approximated"``:
+            several rows per datum, which K-FAC sums as ``note`` says. ``"not supported"``: refused.
+        note: How it is approximated, or why it is not supported and what to do.
+    """
+
+    name: str
+    kind: str
+    n_parameters: int
+    status: Status
+    note: str = ""
+
+
+def check_parameters(
+    model: nn.Module, x: Inputs, owned: Sequence[OwnedParameter], key: Keys = "input_ids"
+) -> tuple[list[LayerCheck], RowCheck]:
+    """Check each parameter on a few data of a mini-batch, or on all if the few miss a layer.
+
+    Args:
+        model: The network.
+        x: Inputs of the mini-batch.
+        owned: Its Bayesian parameters.
+        key: Which entries of a mapping run over the data.
+
+    Returns:
+        What holds for each parameter, and the pass that showed it.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> [c.status for c in check_parameters(net, torch.ones(3, 2), owned_parameters(net))[0]]
+        ['exact', 'exact']
+    """
+    n = size_of(x, key)
+    few = min(n, N_CHECKED)
+    rows = check_rows(model, take(x, slice(0, few), key), owned)
+    if rows.unreached and few < n:
+        few, rows = n, check_rows(model, x, owned)
+    found = []
+    for p in owned:
+        layer = p.layers[0]
+        status, note = _status(p, rows, few)
+        size = layer.get_parameter(p.role).numel()
+        found.append(LayerCheck(p.name, type(layer).__name__, size, status, note))
+    return found, rows
+
+
+def _status(p: OwnedParameter, rows: RowCheck, n: int) -> tuple[Status, str]:
+    """What holds for one parameter."""
+    freeze = f'`model.get_parameter("{p.name}").requires_grad_(False)`'
+    if p.name in rows.unreached:
+        return "not supported", (
+            "no datum of the mini-batch reaches its layer (unused, or routed to rarely). Remedy: "
+            f"a larger mini-batch, or freeze it, {freeze}"
+        )
+    if p.name in rows.detached:
+        return "not supported", (
+            f"its layer runs without gradients. Remedy: no `no_grad` around it, or {freeze}"
+        )
+    if p.name in rows.unexplained:
+        return "not supported", likely_cause(p.layers[0], len(p.layers) > 1)
+    calls = [call for layer in p.layers for call in rows.calls[layer]]
+    positions = sum(call.shape.numel() // call.d_out for call in calls) / n
+    notes = []
+    if positions > 1:
+        notes.append(f"{positions:g} rows per datum, summed by `kfac_approx`")
+    if getattr(p.layers[0], "groups", 1) > 1:
+        notes.append("inputs averaged over groups")
+    return ("approximated", ", ".join(notes)) if notes else ("exact", "")
+
+
+def check_order(
+    model: nn.Module, x: Inputs, key: Keys = "input_ids", whole: bool = False
+) -> str | None:
+    """Whether outputs belong to their data, in any order and any company.
+
+    Args:
+        model: The network.
+        x: Inputs of a mini-batch; its first few data are looked at.
+        key: Which entries of a mapping run over the data, see
+            :func:`laplace_debias.data.inputs.take`.
+        whole: Whether to pass the whole mini-batch as well.
+
+    Returns:
+        What is wrong, or ``None``.
+
+    Example:
+        >>> check_order(nn.Linear(2, 1), torch.randn(3, 2)) is None
+        True
+        >>> print(check_order(nn.Softmax(dim=0), torch.randn(3, 2)))
+        an output depends on which data pass together
+    """
+    n = min(size_of(x, key), N_CHECKED)
+    devices = devices_of(list(model.parameters()))
+    with differentiable(model, []), torch.no_grad(), torch.random.fork_rng(devices):
+        few = take(x, slice(0, n), key)
+        f = check_outputs(model(few))
+        if whole and not agree(check_outputs(model(x))[:n], f):
+            return "the outputs of some data differ from those of the whole mini-batch"
+        if n == 1:
+            return None
+        if not agree(check_outputs(model(take(few, torch.arange(n).flip(0), key))).flip(0), f):
+            return "outputs do not follow the order of the data"
+        alone = [check_outputs(model(take(few, slice(i, i + 1), key))) for i in range(n)]
+        if not agree(torch.cat(alone), f):
+            return "an output depends on which data pass together"
+    return None
+
+
+def check_data(
+    model: nn.Module, x: Inputs, key: Keys = "input_ids", targets: str = "labels"
+) -> str | None:
+    """Check that outputs belong to their data; see :func:`check_order`.
+
+    Args:
+        model: The network.
+        x: Inputs of a mini-batch.
+        key: Which entries of a mapping run over the data.
+        targets: The entry that holds the targets, if there is one.
+
+    Returns:
+        What is wrong, with the likely cause and a remedy, or ``None``.
+
+    Example:
+        >>> check_data(nn.Linear(2, 1), torch.ones(3, 2)) is None
+        True
+    """
+    names = rows_of(x, key) if isinstance(x, MutableMapping) else []
+    guessed = isinstance(key, str) and len(set(names) - {targets}) > 1
+    cause = (
+        "the model reorders or mixes its mini-batch, or draws random numbers. Remedy: give the "
+        "outputs back in the order of the inputs, and normalise with statistics of the training"
+    )
+    if isinstance(x, MutableMapping):
+        cause = (
+            f"of {sorted(names)} one does not run over the data (a table, anchors), or "
+            f"{cause}. Or name those that do: `data_keys=(...)`"
+        )
+    try:
+        wrong = check_order(model, x, key, whole=guessed)
+    except (RuntimeError, IndexError) as error:
+        if not guessed:
+            raise
+        wrong = f"the model raises for some of the data ({error})"
+    return None if wrong is None else f"{wrong}; likely cause: {cause}"
 
 
 def verify_layers(

@@ -1,8 +1,7 @@
 """laplace-torch's classes, fitted on few data and debiased."""
 
-from laplace_debias.posterior.factory import Laplace
 from laplace_debias.posterior.from_factors import fit_from_factors
-from laplace_debias.posterior.kron import DebiasedKronLaplace, DebiasedKronLLLaplace
+from laplace_debias.posterior.kron import DebiasedKronLaplace, DebiasedKronLLLaplace, Laplace
 
 __all__ = [
     "DebiasedKronLLLaplace",

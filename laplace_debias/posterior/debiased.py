@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from laplace.baselaplace import KronLaplace
+from laplace.curvature import CurvatureInterface
 from laplace.lllaplace import LLLaplace
 from laplace.utils import Kron
 from laplace.utils.enums import Likelihood, TuningMethod
@@ -25,32 +26,34 @@ from laplace_debias.data.roles import TrainingData, training_size
 from laplace_debias.debias.bias import CurvatureBias, curvature_bias
 from laplace_debias.debias.crossfit import fit_crossfit
 from laplace_debias.debias.expected_bias import ExpectedBias, expected_bias_of
-from laplace_debias.debias.options import CROSSFIT, SINGLE, TWO_BATCH, CrossfitOptions
+from laplace_debias.debias.options import CROSSFIT, SINGLE, TWO_BATCH, CrossfitOptions, debias_mode
 from laplace_debias.debias.spectrum import FitResult, rebuild
 from laplace_debias.debias.two_batch import FactorEngine, fit_single, fit_two_batch
 from laplace_debias.evaluation.grid_search import Loss, gridsearch_prior_precision
 from laplace_debias.kfac.backend import HookEF, HookGGN, HookInterface
-from laplace_debias.kfac.cost import FitCost
+from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
 from laplace_debias.kfac.upstream import BackendEngine, choose_backend, supported_types
-from laplace_debias.network.features import detached_features
+from laplace_debias.network.features import computing_model, detached_features
 from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
 from laplace_debias.network.ownership import KFAC_TYPES, check_supported
-from laplace_debias.network.preserve import computing_model, evaluation_mode
+from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.upstream import (
     PrivateProtocol,
     backend_of,
     device_of,
     dtype_of,
     is_last_layer,
+    kron_of,
+    last_layer_of,
     posterior_params,
     row_keys,
     unchecked_prior,
 )
 from laplace_debias.network.verify import verify_last_layer, verify_layers
-from laplace_debias.posterior.checks import check_parameters, check_prior_precision, debias_mode
-from laplace_debias.posterior.state import load_state, save_state
+from laplace_debias.posterior.state import check_parameters, load_state, save_state
+from laplace_debias.predictive.eigenblocks import check_prior_precision
 from laplace_debias.predictive.links import check_n_samples, mean_log_probabilities
 from laplace_debias.predictive.network_samples import network_samples
 from laplace_debias.predictive.predictions import Prediction, glm_predictions
@@ -58,8 +61,13 @@ from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, Structure
 
 __all__ = ["DebiasedPosterior"]
 
+if TYPE_CHECKING:  # the class that it comes before in the bases
+    _Base = KronLaplace
+else:
+    _Base = object
 
-class DebiasedPosterior(PrivateProtocol):
+
+class DebiasedPosterior(PrivateProtocol, _Base):
     """What both debiased classes share; comes before laplace-torch's class in the bases.
 
     Attributes:
@@ -95,7 +103,7 @@ class DebiasedPosterior(PrivateProtocol):
         likelihood: str,
         *args: Any,
         debias: bool | str = True,
-        backend: type | None = None,
+        backend: type[CurvatureInterface] | None = None,
         kfac_approx: KFACApprox = "expand",
         fisher: Fisher | None = None,
         sampler: Sampler = "trace",
@@ -132,13 +140,14 @@ class DebiasedPosterior(PrivateProtocol):
         self.fisher = self._chosen_fisher(backend, fisher, kwargs["backend_kwargs"])
         # convolutions in the features are no concern of a last layer's factors
         all_layers = not issubclass(type(self), LLLaplace)
-        own = backend is None or issubclass(backend, HookInterface)
-        if not own:
+        types = KFAC_TYPES
+        if backend is not None and not issubclass(backend, HookInterface):
             backend = choose_backend(backend, model if all_layers else nn.Identity())
+            types = supported_types(backend)
         if all_layers:
-            check_supported(model, KFAC_TYPES if own else supported_types(backend))
-        backend = backend or HookGGN
-        super().__init__(model, likelihood, *args, backend=backend, **kwargs)
+            check_supported(model, types)
+        kwargs["backend"] = backend or HookGGN
+        super().__init__(model, likelihood, *args, **kwargs)
         check_prior_precision(unchecked_prior(self)[0])  # unchecked while the last layer is unknown
         for name in ("sigma_noise", "temperature"):
             value = float(getattr(self, name))
@@ -148,7 +157,10 @@ class DebiasedPosterior(PrivateProtocol):
                 )
 
     def _chosen_fisher(
-        self, backend: type | None, fisher: Fisher | None, backend_kwargs: dict[str, Any]
+        self,
+        backend: type[CurvatureInterface] | None,
+        fisher: Fisher | None,
+        backend_kwargs: dict[str, Any],
     ) -> Fisher:
         """Check the options of the curvature; the backend decides where nothing was said."""
         if backend is not None and not issubclass(backend, HookInterface):
@@ -242,7 +254,7 @@ class DebiasedPosterior(PrivateProtocol):
                 cast,
                 check if self.verify else None,
             )
-            if self.debias == CROSSFIT:
+            if self.crossfit is not None and isinstance(engine, Engine):
                 fitted = fit_crossfit(engine, data, self.crossfit, progress_bar=progress_bar)
             else:
                 method = fit_two_batch if self.debias == TWO_BATCH else fit_single
@@ -263,6 +275,7 @@ class DebiasedPosterior(PrivateProtocol):
         }
         last = is_last_layer(self)
         with computing_model(self.model, last) as (model, cast):
+            engine: FactorEngine
             if not issubclass(backend, HookInterface):
                 engine = BackendEngine(
                     backend,
@@ -273,10 +286,9 @@ class DebiasedPosterior(PrivateProtocol):
                     kron_kwargs=kron_kwargs,
                 )
             else:
-                if last:
-                    model.last_layer.requires_grad_(True)
+                root = last_layer_of(model).requires_grad_(True) if last else model
                 engine = Engine(
-                    model.last_layer if last else model,
+                    root,
                     likelihood_name(self.likelihood),
                     self.fisher,
                     self.kfac_approx,
@@ -302,7 +314,7 @@ class DebiasedPosterior(PrivateProtocol):
     def parameter_names(self) -> list[str]:
         """Names of the Bayesian parameters, one per block of the posterior."""
         if is_last_layer(self):
-            return [name for name, _ in self.model.last_layer.named_parameters()]
+            return [name for name, _ in last_layer_of(self.model).named_parameters()]
         names = {id(p): name for name, p in self.model.named_parameters()}
         return [names[id(p)] for p in self.params]
 
@@ -335,7 +347,7 @@ class DebiasedPosterior(PrivateProtocol):
             fitted.n_data,
             fitted.n_outputs,
         )
-        self.model.output_size = fitted.n_outputs  # read by laplace-torch's backends
+        setattr(self.model, "output_size", fitted.n_outputs)  # noqa: B010  laplace-torch reads it
 
     def curvature_bias(self, fraction: float = 0.1) -> CurvatureBias:
         """How far the directions' data over-estimated their top curvature, per layer.
@@ -739,10 +751,10 @@ class DebiasedPosterior(PrivateProtocol):
         """Undecomposed factors of the posterior, as laplace-torch keeps them; built on demand."""
         if self._fitted is None:
             return None
-        return Kron(rebuild(self.H.eigenvectors, self.H.eigenvalues))
+        return kron_of(rebuild(self.H.eigenvectors, self.H.eigenvalues))
 
     @H_facs.setter
-    def H_facs(self, value: None) -> None:
+    def H_facs(self, value: Kron | None) -> None:
         if value is not None:
             raise AttributeError(
                 "Expected the factors to come from `fit` or `load_state_dict`, got an assignment. "
@@ -757,12 +769,12 @@ class DebiasedPosterior(PrivateProtocol):
     @property
     def prior_precision(self) -> Tensor:
         """Prior precision, one number or one per parameter tensor."""
-        return KronLaplace.prior_precision.fget(self)
+        return cast(Tensor, KronLaplace.prior_precision.__get__(self))
 
     @prior_precision.setter
     def prior_precision(self, value: float | Tensor) -> None:
         check_prior_precision(value)
-        KronLaplace.prior_precision.fset(self, value)
+        KronLaplace.prior_precision.__set__(self, value)
 
     def check_fitted(self) -> None:
         """Raise unless there is a posterior.
@@ -787,7 +799,7 @@ def _version(t: Tensor) -> Any:
     return t.tolist() if t.is_inference() else t._version
 
 
-def _same(one: tuple, two: tuple) -> bool:
+def _same(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
     """Whether two keys of a kept predictor agree; tensors and posteriors by identity."""
     objects, others = one[0], two[0]
     return (

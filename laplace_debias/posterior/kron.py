@@ -1,4 +1,4 @@
-"""Debiased K-FAC Laplace approximations: laplace-torch's classes, fitted on few data."""
+"""Debiased K-FAC Laplace approximations: laplace-torch's classes and its factory."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+import laplace
 import torch
-from laplace.baselaplace import KronLaplace
+from laplace.baselaplace import BaseLaplace, KronLaplace
 from laplace.lllaplace import KronLLLaplace
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace_debias.data.pool import is_map_style
 from laplace_debias.data.reading import as_batches, unpack
+from laplace_debias.debias.options import debias_mode
 from laplace_debias.network.features import LastLayerNetwork
 from laplace_debias.network.preserve import preserved
 from laplace_debias.network.upstream import (
     device_of,
+    feature_extractor,
     find_last_layer,
     last_layer_name,
+    last_layer_of,
     posterior_params,
     unchecked_prior,
 )
 from laplace_debias.posterior.debiased import DebiasedPosterior
 from laplace_debias.posterior.state import left_as_it_was
 
-__all__ = ["DebiasedKronLLLaplace", "DebiasedKronLaplace"]
+__all__ = ["DebiasedKronLLLaplace", "DebiasedKronLaplace", "Laplace"]
 
 
 class DebiasedKronLaplace(DebiasedPosterior, KronLaplace):
@@ -63,7 +67,8 @@ class DebiasedKronLaplace(DebiasedPosterior, KronLaplace):
     _key = ("all", "kron_debiased")
 
 
-class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):
+# laplace-torch's own last layer types its prior unlike its base
+class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):  # type: ignore[misc]
     """K-FAC Laplace approximation over the last layer, debiased.
 
     Args:
@@ -92,7 +97,7 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.model = LastLayerNetwork.taking_over(self.model)
+        self.model = LastLayerNetwork.taking_over(feature_extractor(self.model))
 
     @property
     def prior_precision_diag(self) -> Tensor:
@@ -158,7 +163,80 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):
 
     def _last_layer_found(self) -> None:
         """Complete what the constructor could not know; checks the prior's shape."""
-        parameters = list(self.model.last_layer.parameters())
+        parameters = list(last_layer_of(self.model).parameters())
         self.n_params = sum(p.numel() for p in parameters)
         self.n_layers = len(parameters)
         self.prior_precision, self.prior_mean = unchecked_prior(self)
+
+
+_CLASSES = {"all": DebiasedKronLaplace, "last_layer": DebiasedKronLLLaplace}
+
+
+def Laplace(
+    model: nn.Module,
+    likelihood: str,
+    subset_of_weights: str = "last_layer",
+    hessian_structure: str = "kron",
+    *args: Any,
+    debias: bool | str = False,
+    **kwargs: Any,
+) -> BaseLaplace:
+    """Laplace approximation around a trained network, debiased on request.
+
+    Args:
+        model: Trained network.
+        likelihood: ``"classification"`` or ``"regression"``.
+        subset_of_weights: ``"last_layer"`` or ``"all"`` (and laplace-torch's other choices with
+            ``debias=False``).
+        hessian_structure: ``"kron"`` for debiased approximations.
+        *args: Handed to the class.
+        debias: ``False`` is laplace-torch, unchanged. ``True`` or ``"two-batch"`` keeps the
+            eigenbasis of one mini-batch and measures the curvature along it on another.
+            ``"crossfit"`` takes the eigenbasis of all data drawn and measures on the folds that
+            did not choose it; its options are ``n_folds``, ``sampling="curvature"`` (draw the
+            data that carry curvature), ``n_curvature``, ``n_input``, ``n_pool``, ``scores`` and
+            ``generator``, see :class:`~laplace_debias.debias.options.CrossfitOptions`.
+            ``"single"`` uses one mini-batch (or a whole loader) for both, scaled to the training
+            set: the biased baseline.
+        **kwargs: Handed to the class, e.g. ``kfac_approx``, ``fisher``, ``sampler``, ``generator``,
+            ``verify=False`` (no check of the model) and ``data_keys`` (the entries of mappings
+            that have one row per datum), see :class:`DebiasedKronLaplace`.
+
+    Returns:
+        A :class:`DebiasedKronLaplace` or :class:`DebiasedKronLLLaplace`, or with ``debias=False``
+        whatever ``laplace.Laplace`` returns.
+
+    Raises:
+        ValueError: If ``debias`` is unknown, or the structure has no chosen directions to debias.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3))
+        >>> type(Laplace(net, "classification", "all", "kron", debias=True)).__name__
+        'DebiasedKronLaplace'
+        >>> type(Laplace(net, "classification", "all", "kron")).__name__
+        'KronLaplace'
+    """
+    if debias is False:
+        return laplace.Laplace(
+            model, likelihood, subset_of_weights, hessian_structure, *args, **kwargs
+        )
+    mode = debias_mode(debias)
+    structure = getattr(hessian_structure, "value", hessian_structure)
+    subset = getattr(subset_of_weights, "value", subset_of_weights)
+    if structure not in ("kron", "kron_debiased"):
+        why = {
+            "diag": "a diagonal's directions are the coordinate axes: nothing is chosen from the "
+            "data, so nothing is biased",
+        }.get(structure, "debiasing is implemented at the level of Kronecker factors")
+        raise ValueError(
+            f"Expected hessian_structure='kron' with debias={debias!r}, got {structure!r}: {why}. "
+            "Remedy: hessian_structure='kron', or debias=False."
+        )
+    if subset not in _CLASSES:
+        raise ValueError(
+            f"Expected subset_of_weights 'all' or 'last_layer' with debias={debias!r}, got "
+            f"{subset!r}. Remedy: to leave parameters out, freeze them (`requires_grad_(False)`) "
+            "and use 'all'."
+        )
+    la: BaseLaplace = _CLASSES[subset](model, likelihood, *args, debias=mode, **kwargs)
+    return la

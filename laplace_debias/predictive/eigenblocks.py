@@ -217,3 +217,28 @@ def eigen_blocks(la: KronLaplace, deltas: Tensor, memory_budget: int) -> list[Ei
         name, delta = names.get(id(p), f"block {i}"), deltas[:, i].to(dtype)
         blocks.append(EigenBlock(name, p, Qs, lam, delta, max_numel, keep))
     return blocks
+
+
+def check_prior_precision(value: float | Tensor) -> None:
+    """Raise unless a prior precision is positive and finite.
+
+    Args:
+        value: One number or several.
+
+    Raises:
+        ValueError: If one is not.
+
+    Example:
+        >>> check_prior_precision(1.0)
+    """
+    try:
+        given = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"Expected a prior precision as a number or a tensor, got {value!r}. Remedy: pass e.g. "
+            "1.0."
+        ) from error
+    if not bool((torch.isfinite(given) & (given > 0)).all()):
+        raise ValueError(
+            f"Expected a positive, finite prior precision, got {value}. Remedy: pass e.g. 1.0."
+        )

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace_debias.data.inputs import Inputs, size_of, take
 from laplace_debias.network.features import outputs_and_features
-from laplace_debias.network.nested import Change, held
+from laplace_debias.network.preserve import Change, held
 from laplace_debias.network.recorder import Recorder
 from laplace_debias.network.substitution import substituted
 from laplace_debias.network.upstream import feature_extractor, is_last_layer, row_keys

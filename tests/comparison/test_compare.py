@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from laplace_debias.comparison import CustomMethod, Prediction, Reference, Work, compare
 from laplace_debias.evaluation.evaluate import evaluate
-from laplace_debias.posterior.factory import Laplace
+from laplace_debias.posterior.kron import Laplace
 
 # the package exports the function under the name of the module
 compare_module = importlib.import_module("laplace_debias.comparison.compare")

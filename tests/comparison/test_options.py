@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from laplace_debias.comparison.options import CustomMethod, Prediction, Reference, Work
-from laplace_debias.posterior.factory import Laplace
+from laplace_debias.posterior.kron import Laplace
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_nan_losses_are_never_chosen(monkeypatch):
         for i, (log_probs,) in enumerate(original(*args, **kwargs)):
             yield (log_probs * math.nan if i == 1 else log_probs,)
 
-    monkeypatch.setattr("laplace_debias.evaluation.sweep.glm_predictions", broken)
+    monkeypatch.setattr("laplace_debias.evaluation.predictors.glm_predictions", broken)
     losses = {
         "default": None,
         "metric": RunningNLLMetric(),

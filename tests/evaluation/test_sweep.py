@@ -164,7 +164,7 @@ def nan_at(monkeypatch, point, where=0):
                 prediction[where][0] = math.nan
             yield prediction
 
-    monkeypatch.setattr("laplace_debias.evaluation.sweep.glm_predictions", broken)
+    monkeypatch.setattr("laplace_debias.evaluation.predictors.glm_predictions", broken)
 
 
 def test_a_nan_prediction_makes_its_grid_point_nan_in_every_metric(monkeypatch):

@@ -12,7 +12,7 @@ from laplace_debias.kfac.upstream import (
     choose_backend,
     supported_types,
 )
-from laplace_debias.network.preserve import LEFTOVERS, computing_model
+from laplace_debias.network.features import LEFTOVERS, computing_model
 from tests import oracles
 from tests.cases import CNN, MLP, MLP_REGRESSION, ONE_ELEMENT, PARTLY_FROZEN, TOKENS
 

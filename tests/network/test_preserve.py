@@ -11,7 +11,8 @@ from laplace.utils import FeatureExtractor
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.network.preserve import computing_model, evaluation_mode, preserved
+from laplace_debias.network.features import computing_model
+from laplace_debias.network.preserve import evaluation_mode, preserved
 from tests import cases
 
 

@@ -5,8 +5,7 @@ import pytest
 from laplace.curvature import AsdlEF
 from laplace.utils.enums import HessianStructure, SubsetOfWeights
 
-from laplace_debias.posterior.factory import Laplace
-from laplace_debias.posterior.kron import DebiasedKronLaplace, DebiasedKronLLLaplace
+from laplace_debias.posterior.kron import DebiasedKronLaplace, DebiasedKronLLLaplace, Laplace
 from tests.cases import MLP
 
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from laplace_debias.kfac.engine import kfac_factors
 from laplace_debias.kfac.factors import Factors
-from laplace_debias.posterior.factory import Laplace
 from laplace_debias.posterior.from_factors import fit_from_factors
+from laplace_debias.posterior.kron import Laplace
 
 N = 100
 

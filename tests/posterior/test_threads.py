@@ -17,8 +17,7 @@ from laplace import KronLLLaplace
 from torch import Tensor, nn
 
 from laplace_debias import Laplace, linearized_predictive
-from laplace_debias.network.nested import Change, held
-from laplace_debias.network.preserve import differentiable, evaluation_mode
+from laplace_debias.network.preserve import Change, differentiable, evaluation_mode, held
 from laplace_debias.predictive.weight_samples import forward_mode
 from tests import cases
 from tests.network.test_preserve import fingerprint

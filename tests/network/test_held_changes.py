@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from laplace_debias.network.nested import Change, held
+from laplace_debias.network.preserve import Change, held
 
 
 def lamp():

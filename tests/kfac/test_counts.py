@@ -2,12 +2,12 @@
 
 import pytest
 
-from laplace_debias.kfac.cost import FitCost
+from laplace_debias.kfac.counts import FitCost
 
 
 def test_stages_add_up(monkeypatch):
     times = iter([0.0, 2.0, 10.0, 13.0, 20.0, 20.5])
-    monkeypatch.setattr("laplace_debias.kfac.cost.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("laplace_debias.kfac.counts.time.perf_counter", lambda: next(times))
     cost = FitCost()
     with cost.stage("passes"):
         pass

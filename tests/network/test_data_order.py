@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from laplace_debias.network.order import check_data, check_order
+from laplace_debias.network.verify import check_data, check_order
 
 
 class Function(nn.Module):
