@@ -63,7 +63,7 @@ def resolvent_inflation(lam: Tensor, ridges: Tensor, n: float, n_total: float) -
 
     Example:
         >>> resolvent_inflation(torch.ones(10), torch.tensor([1e-9, 1e9]), n=20, n_total=1e12)
-        tensor([2., 1.])
+        tensor([2.0000, 1.0000])
     """
     c = torch.ones_like(ridges)
     for _ in range(100):

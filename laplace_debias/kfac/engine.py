@@ -101,7 +101,7 @@ class Engine:
             )
         self.names = tuple(p.name for p in self.owned)
         layers = {layer: None for p in self.owned for layer in p.layers}  # an ordered set
-        self._layers = list(layers)
+        self.layers = list(layers)
         found = {module: name for name, module in self.root.named_modules()}
         self._layer_names = {layer: found[layer] or "the model" for layer in layers}
 
@@ -160,13 +160,13 @@ class Engine:
                 kept = a.to(torch.promote_types(a.dtype, torch.float32), copy=True)
                 rows.setdefault(layer, []).append(kept)
 
-        recorder = Recorder(self._layers, on_input=on_input)
+        recorder = Recorder(self.layers, on_input=on_input)
         with self.cost.stage("passes"), evaluation_mode(self.root):
             x = X if self.embed is None else self.embed(X)
             with torch.set_grad_enabled(outputs), recorder.recording():
                 f = check_outputs(self.root(x))
             n, C = f.shape
-            self._check_called(recorder, outputs)
+            self.check_called(recorder, outputs)
             if y is not None:
                 check_targets(y, f.shape, self.likelihood)
             n_vectors, B = self._outputs(f, y, weights, recorder, count_B) if outputs else (0, {})
@@ -235,10 +235,10 @@ class Engine:
         )  # [k, n, C]
         grams = {
             layer: OutputGram(layer, f, self.kfac_approx, self._layer_names[layer])
-            for layer in self._layers
+            for layer in self.layers
         }
-        calls = [call for layer in self._layers for call in recorder.calls[layer]]
-        edges = [call.edge for call in calls if call.edge is not None]  # all, see _check_called
+        calls = [call for layer in self.layers for call in recorder.calls[layer]]
+        edges = [call.edge for call in calls if call.edge is not None]  # all, see check_called
         for k, v in enumerate(V):
             gradients = torch.autograd.grad(
                 f,
@@ -247,7 +247,7 @@ class Engine:
                 retain_graph=k + 1 < len(V),
                 allow_unused=True,  # None: the output does not depend on the layer
             )
-            found: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self._layers}
+            found: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self.layers}
             for call, g in zip(calls, gradients, strict=True):
                 if g is not None:
                     found[call.module].append(g)
@@ -265,7 +265,7 @@ class Engine:
                     counter.add(new)
         return len(V), {layer: gram.result() for layer, gram in grams.items()}
 
-    def _check_called(self, recorder: Recorder, outputs: bool) -> None:
+    def check_called(self, recorder: Recorder, outputs: bool) -> None:
         """Raise if a layer was never called so far, or called without gradients."""
         self.reached |= {
             p.name for p in self.owned if all(recorder.calls[layer] for layer in p.layers)

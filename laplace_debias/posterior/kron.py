@@ -44,7 +44,8 @@ class DebiasedKronLaplace(DebiasedPosterior, KronLaplace):
             certain.
         likelihood: ``"classification"`` or ``"regression"``.
         *args: Further arguments of ``laplace.KronLaplace``.
-        debias: ``True`` or ``"two-batch"`` for the debiased posterior, ``"crossfit"`` for the
+        debias: ``"auto"`` for a fit to a tolerance, ``True`` or ``"two-batch"`` for the debiased
+            posterior, ``"crossfit"`` for the
             cross-fitted one, ``"single"`` for the biased one of the same data.
         **kwargs: Further arguments of ``laplace.KronLaplace``; ``backend`` defaults to
             :class:`~laplace_debias.kfac.backend.HookGGN`. With ``debias="crossfit"`` also the
@@ -76,7 +77,8 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):  # type: ignore[m
             copy's last layer are Bayesian, whether frozen or not.
         likelihood: ``"classification"`` or ``"regression"``.
         *args: Further arguments of ``laplace.KronLLLaplace``.
-        debias: ``True`` or ``"two-batch"`` for the debiased posterior, ``"crossfit"`` for the
+        debias: ``"auto"`` for a fit to a tolerance, ``True`` or ``"two-batch"`` for the debiased
+            posterior, ``"crossfit"`` for the
             cross-fitted one, ``"single"`` for the biased one of the same data.
         **kwargs: Further arguments of ``laplace.KronLLLaplace``; ``backend`` defaults to
             :class:`~laplace_debias.kfac.backend.HookGGN`. With ``debias="crossfit"`` also the
@@ -190,7 +192,11 @@ def Laplace(
             ``debias=False``).
         hessian_structure: ``"kron"`` for debiased approximations.
         *args: Handed to the class.
-        debias: ``False`` is laplace-torch, unchanged. ``True`` or ``"two-batch"`` keeps the
+        debias: ``False`` is laplace-torch, unchanged. ``"auto"`` makes as many backward passes as
+            it takes to come within ``tolerance`` (0.05: 5 %) of the full batch's predictive
+            standard deviations, and says in ``la.fit_report`` how near it came; its options are
+            ``tolerance``, ``n_passes``, ``max_seconds``, ``n_pool`` and ``scores``, see
+            :class:`~laplace_debias.debias.options.AutoOptions`. ``True`` or ``"two-batch"`` keeps the
             eigenbasis of one mini-batch and measures the curvature along it on another.
             ``"crossfit"`` takes the eigenbasis of all data drawn and measures on the folds that
             did not choose it; its options are ``n_folds``, ``sampling="curvature"`` (draw the
