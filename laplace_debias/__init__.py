@@ -9,10 +9,12 @@ from laplace_debias.comparison import (
     compare,
 )
 from laplace_debias.debias import (
+    AutoOptions,
     CrossfitOptions,
     CurvatureBias,
     ExpectedBias,
     FactorBias,
+    FitReport,
     LayerBias,
 )
 from laplace_debias.evaluation import (
@@ -23,6 +25,8 @@ from laplace_debias.evaluation import (
     SweepResult,
     default_grid,
     evaluate,
+    far_inputs,
+    posterior_distance,
     sweep_prior_precision,
 )
 from laplace_debias.kfac import HookEF, HookGGN
@@ -35,7 +39,9 @@ __all__ = [
     "Laplace",
     "DebiasedKronLaplace",
     "DebiasedKronLLLaplace",
+    "AutoOptions",
     "CrossfitOptions",
+    "FitReport",
     "HookGGN",
     "HookEF",
     # the model
@@ -55,6 +61,8 @@ __all__ = [
     "ClassificationReport",
     "RegressionReport",
     "EvaluationError",
+    "posterior_distance",
+    "far_inputs",
     "compare",
     "ComparisonResult",
     "CustomMethod",

@@ -3,16 +3,18 @@ r"""How far a fit is from the full-batch posterior, as far as its own draws tell
 The distance is the mean, over inputs and directions of the output, of the absolute log ratio of the
 predictive standard deviations to the full batch's: 0.05 is 5 % off. A linearised network has
 
-.. math:: \sigma^2 \propto \sum_l \sum_{ji} \frac{(Q_B^\top J_l\, Q_A)_{ji}^2}{\lambda_{B,j} \lambda_{A,i} + \delta_l / h}
+.. math:: \sigma^2 \propto \sum_l \sum_{ji}
+          \frac{(Q_B^\top J_l\, Q_A)_{ji}^2}{\lambda_{B,j} \lambda_{A,i} + \delta_l / h}
 
 with :math:`J_l` the gradient of one direction of the output. A few probe inputs, each in one random
 direction, stand for all.
 
 Draws come in four independent groups. The three ways to split them into halves give three
 posteriors against three others: half their difference varies as the error of the whole does
-(variance), and the mean of the halves differs from the whole by as much as the whole from the
-truth, where bias falls as one over the number of draws (bias). Three splits know a variance badly,
-so that errors are drawn from Student's t with three degrees of freedom.
+(variance), but for what drawing without replacement saves. The mean of the halves differs from
+the whole by three times the whole's bias, if the correction for the inverse leaves what falls as
+:math:`1 / n^2` (bias). Three splits know a variance badly, so that errors are drawn from Student's
+t with three degrees of freedom.
 """
 
 from __future__ import annotations
@@ -206,11 +208,12 @@ def input_noise(
 def estimated_distance(errors: Tensor, bias: Tensor, n_draws: int = 4096) -> tuple[float, float]:
     r"""Mean and standard deviation of the distance, given what halves say of error and bias.
 
-    The distance is :math:`\mathrm{mean}_p |\sum_s z_s e_{sp} / \sqrt{k} + b_p|` with the same
-    Student's t for all k splits, over random z.
+    The distance is :math:`\mathrm{mean}_p |\sum_s z_s e_{sp} + b_p|` over random z, whose common
+    scale is that of Student's t with three degrees of freedom.
 
     Args:
-        errors: Half the differences of k splits at n probes, ``[k, n]``.
+        errors: Independent parts of the error at n probes, of one standard deviation each,
+            ``[k, n]``.
         bias: Difference of the halves' mean and the whole, ``[n]``.
         n_draws: Number of random z, from a seed of their own.
 
@@ -226,7 +229,7 @@ def estimated_distance(errors: Tensor, bias: Tensor, n_draws: int = 4096) -> tup
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(n_draws, k, generator=generator, dtype=torch.float64)
     chi = torch.randn(n_draws, 3, generator=generator, dtype=torch.float64).square().mean(1)
-    z = z / chi.sqrt()[:, None] / k**0.5
+    z = z / chi.sqrt()[:, None]
     distances = (z @ errors.double().cpu() + bias.double().cpu()).abs().mean(1)
     return float(distances.mean()), float(distances.std())
 

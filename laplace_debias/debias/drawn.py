@@ -47,6 +47,14 @@ class DrawnRows:
         self.weights = torch.cat([old, share / probabilities.cpu()])
         self.groups = torch.cat([self.groups, groups.cpu()])
 
+    @property
+    def rarity(self) -> float:
+        """Mean share of the draws' noise that sampling without replacement leaves."""
+        free = self.groups >= 0
+        if not bool(free.any()):
+            return 0.0
+        return float((1 - 1 / self.weights[free]).clamp(min=0).mean())
+
     def of(self, groups: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Which draws belong to some groups or are certain, and their weights there."""
         chosen = self.groups < 0
@@ -91,7 +99,8 @@ class DrawnFactor:
             self._new = rows.new_zeros(N_GROUPS, d, d, dtype=torch.float64)
             self._new_known = rows.new_zeros(d, d, dtype=torch.float64)
         self._new_known += _gram(rows)
-        weighted = rows * weights.to(rows).sqrt()[:, None, None]
+        weights, groups = weights.to(rows), groups.to(rows.device)
+        weighted = rows * weights.sqrt()[:, None, None]
         self._new += _gram(weighted[groups < 0])
         for group in range(N_GROUPS):
             self._new[group] += N_GROUPS * _gram(weighted[groups == group])

@@ -110,7 +110,7 @@ def inverse_inflation(
 def _interpolated(
     rows: Tensor, probabilities: Tensor, lam: Tensor, ridges: Tensor, floor: float
 ) -> Tensor:
-    """c at a few nodes, and linear in the logarithm of the ridge between them."""
+    """C at a few nodes, and linear in the logarithm of the ridge between them."""
     # Far below the least curvature and far above the largest, c no longer changes.
     top = float(lam.max())
     x = ridges.clamp(1e-12 * top, 1e3 * top).log()

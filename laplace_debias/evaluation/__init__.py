@@ -1,5 +1,6 @@
 """Is the uncertainty any good? Metrics, reports, sweeps over the prior precision."""
 
+from laplace_debias.evaluation.distance import far_inputs, posterior_distance
 from laplace_debias.evaluation.evaluate import EvaluationError, evaluate
 from laplace_debias.evaluation.grid_search import gridsearch_prior_precision
 from laplace_debias.evaluation.metrics import ECE, NLL, Accuracy, Brier, MeanEntropy
@@ -38,9 +39,11 @@ __all__ = [
     "SweepResult",
     "default_grid",
     "evaluate",
+    "far_inputs",
     "fresh_metrics",
     "gridsearch_prior_precision",
     "metric_table",
+    "posterior_distance",
     "run_sweep",
     "sweep_prior_precision",
 ]
