@@ -12,6 +12,7 @@ from laplace_debias.debias import (
     AutoOptions,
     CrossfitOptions,
     CurvatureBias,
+    CurvatureRecorder,
     ExpectedBias,
     FactorBias,
     FitReport,
@@ -42,6 +43,7 @@ __all__ = [
     "AutoOptions",
     "CrossfitOptions",
     "FitReport",
+    "CurvatureRecorder",
     "HookGGN",
     "HookEF",
     # the model

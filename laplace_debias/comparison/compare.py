@@ -23,10 +23,12 @@ from laplace_debias.comparison.draws import (
     check_budgets,
     draw_generator,
     draw_loaders,
+    n_outputs,
     whole_loader,
 )
 from laplace_debias.comparison.options import CustomMethod, Prediction, Reference, Work
 from laplace_debias.comparison.result import (
+    AUTO,
     CROSSFIT,
     FULL,
     LARGE,
@@ -38,7 +40,7 @@ from laplace_debias.comparison.result import (
 )
 from laplace_debias.comparison.runs import evaluate_sets, laplace_run, plain_run
 from laplace_debias.data.reading import as_batches
-from laplace_debias.debias.options import CrossfitOptions
+from laplace_debias.debias.options import AutoOptions, CrossfitOptions
 from laplace_debias.evaluation.sweep import default_grid
 from laplace_debias.posterior.debiased import DebiasedPosterior
 from laplace_debias.posterior.kron import Laplace
@@ -47,7 +49,7 @@ from laplace_debias.storage.fingerprints import plain_options
 
 __all__ = ["compare"]
 
-_BUILT_IN = (PLAIN, SINGLE, TWO_BATCH, CROSSFIT, FULL, LARGE)
+_BUILT_IN = (PLAIN, SINGLE, TWO_BATCH, AUTO, CROSSFIT, FULL, LARGE)
 
 
 def compare(
@@ -84,8 +86,8 @@ def compare(
             by name. Labelled ones, ``(X, y)``, give all metrics and the AUROC of telling them from
             the test data by entropy; unlabelled ones, ``X``, only the latter and mean entropy.
         methods: What to compare: ``"plain"`` (the network without a posterior), ``"single"``,
-            ``"two-batch"`` (or ``True``), ``"full"``, ``"crossfit"`` (with M data behind backward
-            passes), and methods of one's own as
+            ``"two-batch"`` (or ``True``), ``"full"``, ``"auto"`` (with as many backward passes as
+            M data take), ``"crossfit"`` (with M data behind backward passes), and methods of one's own as
             :class:`~laplace_debias.comparison.options.CustomMethod`.
         budgets: Numbers M of data per draw, even.
         n_draws: Number of draws per budget.
@@ -94,7 +96,8 @@ def compare(
         laplace: Arguments of :func:`~laplace_debias.posterior.factory.Laplace`, such as
             ``backend``. ``subset_of_weights`` is ``"all"`` unless it is among them. The options of
             :class:`~laplace_debias.debias.options.CrossfitOptions`, such as
-            ``{"sampling": "curvature"}``, reach ``"crossfit"`` only.
+            ``{"sampling": "curvature"}``, and of
+            :class:`~laplace_debias.debias.options.AutoOptions` reach their methods only.
         prediction: Link function, its samples, and the bins of the ECE.
         reference: Another reference than all the data.
         seed: Decides the draws and the random numbers of ``"mc"``.
@@ -127,6 +130,7 @@ def compare(
     prediction, reference = prediction or Prediction(), reference or Reference()
     work = work or Work()
     laplace = {"subset_of_weights": "all", **(laplace or {})}
+    key_y = laplace.get("dict_key_y", "labels")
     custom = {method.name: method for method in methods if isinstance(method, CustomMethod)}
     names = _names(methods)
     N = check_budgets(train_loader, budgets, n_draws)
@@ -153,10 +157,19 @@ def compare(
         if method in custom:
             return custom[method].fit(budget, draw)
         generator = draw_generator(seed, draw)
-        kwargs = {k: v for k, v in laplace.items() if k not in CrossfitOptions.names()}
+        own = {*CrossfitOptions.names(), *AutoOptions.names()}
+        kwargs = {k: v for k, v in laplace.items() if k not in own}
         kwargs = {"generator": generator, **kwargs}
-        if method == CROSSFIT:  # draws for itself, from all data
-            kwargs = {"n_curvature": budget, "generator": generator, **laplace}
+        if method in (CROSSFIT, AUTO):  # draws for itself, from all data
+            names = CrossfitOptions.names() if method == CROSSFIT else AutoOptions.names()
+            kwargs |= {k: v for k, v in laplace.items() if k in names}
+            if method == CROSSFIT:
+                kwargs = {"n_curvature": budget, **kwargs}
+            else:
+                one = kwargs.pop("fisher", "exact") != "exact"
+                kwargs.pop("sampler", None)
+                n_vectors = 1 if one else n_outputs(model, train_loader, key_y) - 1
+                kwargs = {"tolerance": None, "n_passes": max(8, budget * n_vectors), **kwargs}
             first, second = whole_loader(train_loader, generator), []
         else:
             n_roles = 2 if method == TWO_BATCH else 1
@@ -174,7 +187,7 @@ def compare(
     def evaluated(cells: list[_Cell]) -> list[list[dict[str, Any]]]:
         """Rows of some cells, from shared passes over the data."""
         if cells[0].method == PLAIN:
-            run = plain_run(model, laplace.get("dict_key_y", "labels"))
+            run = plain_run(model, key_y)
             deltas: list[float | None] = [None]
         else:
             las = [posterior(*cell) for cell in cells]
@@ -250,8 +263,8 @@ def _names(methods: Sequence[str | bool | CustomMethod]) -> list[str]:
             unknown.append(method)
     if unknown:
         raise ValueError(
-            "Expected methods among 'plain', 'single', 'two-batch' (or True), 'crossfit' and "
-            f"'full', got {unknown}. Remedy: correct the name, or give a method of your own as "
+            "Expected methods among 'plain', 'single', 'two-batch' (or True), 'auto', 'crossfit' "
+            f"and 'full', got {unknown}. Remedy: correct the name, or give a method of your own as "
             "`CustomMethod(name, fit)`."
         )
     return list(dict.fromkeys(names))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ComparisonResult", "ComparisonRow", "Summary"]
 
-SINGLE, TWO_BATCH, CROSSFIT = "single", "two-batch", "crossfit"
+SINGLE, TWO_BATCH, CROSSFIT, AUTO = "single", "two-batch", "crossfit", "auto"
 PLAIN, FULL, LARGE = "plain", "full", "large-batch"
 _KEYS = ("method", "budget", "batch_size", "draw", "prior_precision")
 

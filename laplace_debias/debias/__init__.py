@@ -4,6 +4,7 @@ from laplace_debias.debias.auto import fit_auto
 from laplace_debias.debias.bias import CurvatureBias, LayerBias, curvature_bias
 from laplace_debias.debias.certificate import FitReport
 from laplace_debias.debias.crossfit import fit_crossfit
+from laplace_debias.debias.curvature_recorder import CurvatureRecorder
 from laplace_debias.debias.expected_bias import (
     ExpectedBias,
     FactorBias,
@@ -35,6 +36,7 @@ __all__ = [
     "AutoOptions",
     "CrossfitOptions",
     "CurvatureBias",
+    "CurvatureRecorder",
     "DEFAULT_SHARE",
     "ExpectedBias",
     "FactorBias",

@@ -170,7 +170,7 @@ def corrected_block(
     correct: bool = True,
     input_rows: tuple[float, float] | None = None,
 ) -> EigenFactors:
-    r"""A block whose eigenvalues are made for the inverse, see :mod:`laplace_debias.debias.inverse`.
+    r"""A block with eigenvalues made for the inverse, see :mod:`laplace_debias.debias.inverse`.
 
     A bias: :math:`c \lambda_B + \tau`. A weight: :math:`(\lambda_{B,j} + \tau / c_{\max})\, c_i
     \lambda_{A,i}`, c of the ridges :math:`\delta / (h \lambda_{A,i})`: a Kronecker product whose

@@ -19,7 +19,8 @@ with :math:`h_i` its leverage within :math:`c\, S_n + d`: 1 for certain rows, :m
 for rare ones, and the formula above where all rows are alike. One number per ridge keeps the basis:
 
 .. math:: c(d) = 1 + D(d)\, \frac{\sum_i (1 - \pi_i)\, h_i^2 / (1 - h_i)}{\sum_i h_i},
-          \qquad D(d) = 1 - \frac{\sum_i \operatorname{tr} H_i H_{i+1}}{\sum_i \operatorname{tr} H_i^2},
+          \qquad
+          D(d) = 1 - \frac{\sum_i \operatorname{tr} H_i H_{i+1}}{\sum_i \operatorname{tr} H_i^2},
 
 the mean of :math:`u_i`, weighted by leverage. D is the design effect of a systematic draw, by
 successive differences: neighbours in its order that resemble each other mean that its noise is

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_debias.debias.curvature_recorder import CurvatureRecorder
 from laplace_debias.debias.sampling import checked_scores
 
 __all__ = [
@@ -53,9 +54,10 @@ def debias_mode(debias: bool | str) -> str:
         return debias
     raise ValueError(
         "Expected `debias` to be 'auto' (as many passes as a tolerance needs), True or 'two-batch' "
-        "(directions from one mini-batch, curvatures from another), 'crossfit' (directions from all data drawn, curvatures from folds that "
-        "did not choose them), 'single' (one mini-batch for both, biased) or False "
-        f"(laplace-torch's own class), got {debias!r}. Remedy: `Laplace(model, ..., debias=True)`."
+        "(directions from one mini-batch, curvatures from another), 'crossfit' (directions from "
+        "all data drawn, curvatures from folds that did not choose them), 'single' (one "
+        "mini-batch for both, biased) or False (laplace-torch's own class), got "
+        f"{debias!r}. Remedy: `Laplace(model, ..., debias=True)`."
     )
 
 
@@ -71,8 +73,8 @@ class AutoOptions:
         n_pool: Number of data in forward passes, for the input factors and the scores; by default
             8 per backward pass, at least 2,048, or all there are.
         scores: Scores of all data of the dataset, from training, by which data are drawn instead
-            (map-style datasets only); see
-            :class:`~laplace_debias.debias.curvature_recorder.CurvatureRecorder`.
+            (map-style datasets only), or the
+            :class:`~laplace_debias.debias.curvature_recorder.CurvatureRecorder` that has them.
         generator: Source of the draws.
 
     Raises:
@@ -87,7 +89,7 @@ class AutoOptions:
     n_passes: int | None = None
     max_seconds: float | None = None
     n_pool: int | None = None
-    scores: Tensor | Sequence[float] | None = None
+    scores: Tensor | Sequence[float] | CurvatureRecorder | None = None
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
@@ -113,7 +115,8 @@ class AutoOptions:
                 "Expected `n_passes` with tolerance=None, got neither. Remedy: pass one of them."
             )
         if self.scores is not None:
-            object.__setattr__(self, "scores", checked_scores(torch.as_tensor(self.scores)))
+            scores = getattr(self.scores, "scores", self.scores)  # a recorder's
+            object.__setattr__(self, "scores", checked_scores(torch.as_tensor(scores)))
 
     def pool_size(self, n_passes: int) -> int:
         """Number of data in forward passes for so many backward passes."""
@@ -278,6 +281,7 @@ def method_options(
         >>> method_options("auto", {"tolerance": 0.1}, None).tolerance
         0.1
     """
+    kinds: dict[str, type[AutoOptions] | type[CrossfitOptions]]
     kinds = {AUTO: AutoOptions, CROSSFIT: CrossfitOptions}
     given = {n: kwargs.pop(n) for kind in kinds.values() for n in kind.names() if n in kwargs}
     own = kinds[debias].names() if debias in kinds else ()

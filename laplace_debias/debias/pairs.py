@@ -2,7 +2,7 @@ r"""Which (datum, class) pairs deserve a backward pass: drawn jointly, by their 
 
 The loss Hessian of a datum is a sum over classes, with one backward vector each::
 
-    diag(p) - p p^T = sum_y v_y v_y^T       v_y = sqrt(p_y) (e_y - p)       |v_y|^2 = p_y |e_y - p|^2
+    diag(p) - p p^T = sum_y v_y v_y^T     v_y = sqrt(p_y) (e_y - p)     |v_y|^2 = p_y |e_y - p|^2
 
 (half squared error: ``I = sum_y e_y e_y^T``). The curvature of a pool of n data is a sum over n C
 such pairs. Its trace at the network's output is the sum of the scores ``|v_y|^2``, which a forward

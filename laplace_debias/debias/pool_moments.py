@@ -104,7 +104,7 @@ class PoolMoments:
         return torch.promote_types(self.outputs.dtype, torch.float32)
 
     def decomposed(self) -> list[tuple[Tensor, Tensor] | None]:
-        """Eigenvectors and eigenvalues of every A, ``None`` for biases; kept until the next pass."""
+        """Eigenvectors and eigenvalues of every A, ``None`` for biases; kept till the next pass."""
         if self._A is None or self._A[0] != self.size:
             inputs = self.inputs
             found: list[tuple[Tensor, Tensor] | None] = []
@@ -132,7 +132,7 @@ class PoolMoments:
         ]
 
     def probes(self, key: Keys = "input_ids") -> tuple[Inputs, Tensor]:
-        """A few inputs of the pool, as many far ones, and a random direction of the output for each.
+        """A few inputs of the pool, as many far ones, and a direction of the output for each.
 
         Far inputs are Gaussian, with the pool's mean and twice its standard deviation per feature;
         there are none for mappings and for inputs that are not floating point numbers.

@@ -15,6 +15,7 @@ from laplace_debias.data.inputs import Inputs
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.grams import check_datum
 from laplace_debias.kfac.row_counts import output_rows
+from laplace_debias.network.ownership import KFACLayer
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder, check_outputs
 
@@ -58,7 +59,7 @@ def gradient_rows(
         gradients = torch.autograd.grad(f, edges, vectors(f.detach()).to(f), allow_unused=True)
         parts: dict[nn.Module, list[Tensor]] = {layer: [] for layer in layers}
         for call, g in zip(calls, gradients, strict=True):
-            if g is not None:
+            if g is not None and isinstance(call.module, KFACLayer):
                 check_datum(len(g), n, type(call.module).__name__)
                 parts[call.module].append(output_rows(call.module, g, engine.kfac_approx))
     engine.cost.forward += n

@@ -215,10 +215,9 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         rest is not read. Two loaders: all of ``train_loader`` gives the directions, all of
         ``curvature_loader`` the curvatures, of any two sizes. With ``debias="single"`` everything
         in ``train_loader`` gives both; hand over ``next(iter(train_loader))`` and ``n_data`` for
-        one mini-batch. With ``debias="auto"`` the loader's data are scored by forward passes, and
-        drawn for backward passes in rounds. With ``debias="crossfit"`` the first ``n_folds`` mini-batches are the
-        folds, unless the options given to the constructor say otherwise. The M data of each role
-        stand for all N training data:
+        one mini-batch. With ``debias="auto"`` data are scored by forward passes, and drawn for
+        backward passes in rounds. With ``debias="crossfit"`` the first ``n_folds`` mini-batches are
+        the folds, unless its options say otherwise. The M data of each role stand for all N:
 
         .. math:: H = U \,\mathrm{diag}(\mathrm{diag}(U^\top K_2 U))\, U^\top, \qquad
                   K_1 = U \Lambda U^\top,

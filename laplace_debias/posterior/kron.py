@@ -196,8 +196,8 @@ def Laplace(
             it takes to come within ``tolerance`` (0.05: 5 %) of the full batch's predictive
             standard deviations, and says in ``la.fit_report`` how near it came; its options are
             ``tolerance``, ``n_passes``, ``max_seconds``, ``n_pool`` and ``scores``, see
-            :class:`~laplace_debias.debias.options.AutoOptions`. ``True`` or ``"two-batch"`` keeps the
-            eigenbasis of one mini-batch and measures the curvature along it on another.
+            :class:`~laplace_debias.debias.options.AutoOptions`. ``True`` or ``"two-batch"`` keeps
+            the eigenbasis of one mini-batch and measures the curvature along it on another.
             ``"crossfit"`` takes the eigenbasis of all data drawn and measures on the folds that
             did not choose it; its options are ``n_folds``, ``sampling="curvature"`` (draw the
             data that carry curvature), ``n_curvature``, ``n_input``, ``n_pool``, ``scores`` and
