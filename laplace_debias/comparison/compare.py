@@ -87,8 +87,8 @@ def compare(
             the test data by entropy; unlabelled ones, ``X``, only the latter and mean entropy.
         methods: What to compare: ``"plain"`` (the network without a posterior), ``"single"``,
             ``"two-batch"`` (or ``True``), ``"full"``, ``"auto"`` (with as many backward passes as
-            M data take), ``"crossfit"`` (with M data behind backward passes), and methods of one's own as
-            :class:`~laplace_debias.comparison.options.CustomMethod`.
+            M data take), ``"crossfit"`` (with M data behind backward passes), and methods of one's
+            own as :class:`~laplace_debias.comparison.options.CustomMethod`.
         budgets: Numbers M of data per draw, even.
         n_draws: Number of draws per budget.
         prior_precisions: Grid, in laplace-torch's units; by default the paper's,

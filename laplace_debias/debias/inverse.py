@@ -166,10 +166,14 @@ def null_floor(rows: Tensor) -> float:
     r"""Curvature per direction that a draw of fewer rows than dimensions shows outside its span.
 
     Row i lies outside the span of the others by the squared distance
-    :math:`1 / (G^{-1})_{ii}`, :math:`G = X X^\top`: held-out curvature, in :math:`d - n + 1`
-    directions. Their sum over these directions is a mean, larger than what an inverse needs; it
-    counts by the share :math:`1 - n / d` of directions that the draw leaves open, which brings the
-    floor to 0 as rows reach the dimension.
+    :math:`e_i = 1 / (G^{-1})_{ii}`, :math:`G = X X^\top`: held-out curvature, in
+    :math:`d - n + 1` directions. The floor is
+
+    .. math:: \tau = \frac{n}{d - n + 1} \Bigl(\prod_i e_i\Bigr)^{1 / n} \Bigl(1 - \frac{n}{d}\Bigr).
+
+    The geometric mean, because an inverse is off by ratios, and an arithmetic one is the largest of
+    a steep spectrum; the share of directions that the draw leaves open, because the held-out mean
+    is larger than what an inverse needs, and no floor is left as rows reach the dimension.
 
     Args:
         rows: Weighted rows ``[n, d]``.
@@ -187,4 +191,4 @@ def null_floor(rows: Tensor) -> float:
     X = rows.double()
     lam, U = torch.linalg.eigh(X @ X.T)
     inverse = U.square() @ (1 / lam.clamp(min=max(float(lam[-1]), 1e-300) * 1e-12))
-    return float((1 / inverse).sum()) / (d - n + 1) * (1 - n / d)
+    return n * float((-inverse.log().mean()).exp()) / (d - n + 1) * (1 - n / d)

@@ -125,7 +125,10 @@ class Rounds:
         if not len(draw):
             return
         free = draw.probabilities < 1
-        turns = free.long().cumsum(0) - 1
+        # A random first group: each is then as likely as the others to have a given pair.
+        turns = free.long().cumsum(0) + torch.randint(
+            N_GROUPS, (), generator=self.options.generator
+        )
         by_turns = self.whole or self.stale is not None
         # Where the pool is a draw itself, groups of data show its noise as well.
         groups = torch.where(free, (turns if by_turns else draw.data) % N_GROUPS, -1)
@@ -139,7 +142,8 @@ class Rounds:
             share = precision / (precision + self._precision)
             self._precision += precision
         first = len(self.drawn.weights)
-        self.drawn.add(draw.probabilities, groups, share, growth)
+        distinct = self.stale is None
+        self.drawn.add(draw.probabilities, groups, share, growth, distinct=distinct)
         for at, (X, y) in self.pool.fetch(draw.data):
             rows = gradient_rows(self.engine, X, partial(self._vectors, classes=draw.classes[at]))
             for factor in self.factors:
@@ -153,7 +157,7 @@ class Rounds:
             if self.bar is not None:
                 self.bar.update(len(y))
         for factor in self.factors:
-            factor.close(share, growth, distinct=self.stale is None)
+            factor.close(share, growth, distinct=distinct)
 
     def _vectors(self, f: Tensor, classes: Tensor) -> Tensor:
         """Backward vectors of the pairs; with scores from training, classes are drawn now."""
