@@ -18,14 +18,15 @@ gives each row the factor
 with :math:`h_i` its leverage within :math:`c\, S_n + d`: 1 for certain rows, :math:`1 / (1 - h_i)`
 for rare ones, and the formula above where all rows are alike. One number per ridge keeps the basis:
 
-.. math:: c(d) = 1 + D(d)\, \frac{\sum_i (1 - \pi_i)\, h_i^2 / (1 - h_i)}{\sum_i h_i},
+.. math:: c(d) = 1 + D(d)\, \frac{1}{n} \sum_i (1 - \pi_i) \frac{h_i}{1 - h_i},
           \qquad
           D(d) = 1 - \frac{\sum_i \operatorname{tr} H_i H_{i+1}}{\sum_i \operatorname{tr} H_i^2},
 
-the mean of :math:`u_i`, weighted by leverage. D is the design effect of a systematic draw, by
+the mean of :math:`u_i`. D is the design effect of a systematic draw, by
 successive differences: neighbours in its order that resemble each other mean that its noise is
-less than that of independent draws. With several rows per datum (positions), :math:`h_i` is the
-trace of the datum's block :math:`H_i` and :math:`h_i^2` its squared Frobenius norm.
+less than that of independent draws. With several rows per datum (positions), :math:`h_i` is
+:math:`\operatorname{tr} H_i^2 / \operatorname{tr} H_i` of the datum's block :math:`H_i`, its mean
+leverage per direction.
 
 In a block ``kron(B, A) + delta`` the ridge of B along A's i-th direction is ``delta / lam_A,i``, so
 that c is a number per direction of A: ``kron(B, A)`` becomes a Kronecker product again, with
@@ -138,10 +139,7 @@ def _one_ridge(rows: Tensor, probabilities: Tensor, lam: Tensor, ridge: float) -
         mean = (squares / h.clamp(min=torch.finfo(h.dtype).tiny)).clamp(max=MOST_LEVERAGE)
         own = (0.5 * (squares[1:] + squares[:-1]))[both].sum()
         effect = float((1 - crosses[both].sum() / own).clamp(0, 1)) if float(own) > 0 else 1.0
-        total = float(h.sum())
-        if not total > 0:
-            return 1.0
-        used = float((rare * h * mean / (1 - mean)).sum()) / total
+        used = float((rare * mean / (1 - mean)).mean())
         new = min(1 + effect * used, MOST_INFLATION)
         if abs(new - c) < 1e-5 * c:
             return new
@@ -169,7 +167,8 @@ def null_floor(rows: Tensor) -> float:
     :math:`e_i = 1 / (G^{-1})_{ii}`, :math:`G = X X^\top`: held-out curvature, in
     :math:`d - n + 1` directions. The floor is
 
-    .. math:: \tau = \frac{n}{d - n + 1} \Bigl(\prod_i e_i\Bigr)^{1 / n} \Bigl(1 - \frac{n}{d}\Bigr).
+    .. math:: \tau = \frac{n}{d - n + 1} \Bigl(\prod_i e_i\Bigr)^{1 / n}
+              \Bigl(1 - \frac{n}{d}\Bigr).
 
     The geometric mean, because an inverse is off by ratios, and an arithmetic one is the largest of
     a steep spectrum; the share of directions that the draw leaves open, because the held-out mean

@@ -76,7 +76,7 @@ def test_nearly_all_rows_need_nearly_no_correction():
     pi = torch.full((100,), 0.9, dtype=torch.float64)
     biased, _ = mean_log_ratio(rows, pi, 1e-4, "none")
     corrected, error = mean_log_ratio(rows, pi, 1e-4, "leverages")
-    overshoot, _ = mean_log_ratio(rows, torch.full((100,), 0.9, dtype=torch.float64), 1e-4, "scalar")
+    overshoot, _ = mean_log_ratio(rows, pi, 1e-4, "scalar")
     assert abs(corrected) < max(0.35 * abs(biased), 4 * error)
     assert abs(overshoot) < 0.05
 

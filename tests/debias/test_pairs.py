@@ -45,7 +45,8 @@ def test_probabilities_sum_to_the_number_of_draws(m):
     assert float(pi.sum()) == pytest.approx(m)
     assert float(pi.max()) <= 1
     free = pi < 1
-    torch.testing.assert_close(pi[free] / scores[free], (pi[free] / scores[free])[:1].expand(int(free.sum())))
+    ratio = pi[free] / scores[free]
+    torch.testing.assert_close(ratio, ratio[:1].expand(len(ratio)))
     assert bool((scores[~free] >= scores[free].max()).all())
 
 

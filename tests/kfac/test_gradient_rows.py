@@ -52,6 +52,7 @@ class Merged(nn.Module):
         self.inner, self.outer = nn.Linear(2, 2), nn.Linear(2, 2)
 
     def forward(self, x):
+        """Sum over positions at the end."""
         n = len(x)
         return self.outer(self.inner(x.reshape(-1, 2)).reshape(n, -1, 2).sum(1))
 
