@@ -168,8 +168,8 @@ class Pool:
             The new mini-batches.
         """
         if self.map is not None:
-            stop = min(size, len(self.map))
-            for X, y in self.data.read(self.map.read(range(self.size, stop))):
+            new = range(self.size, min(size, len(self.map)))
+            for X, y in self.data.read(self.map.read(new)) if new else ():
                 self.size += len(y)
                 yield X, y
             self.ended = self.size >= len(self.map)

@@ -78,13 +78,19 @@ class DrawnRows:
         self.known = torch.cat([known, torch.zeros_like(new)])
         self.groups = torch.cat([self.groups, groups.cpu()])
 
-    @property
-    def rarity(self) -> float:
-        """Mean share of the draws' noise that sampling without replacement leaves."""
+    def rarity(self, scale: float) -> float:
+        """Mean share of the draws' noise that sampling without replacement leaves.
+
+        Args:
+            scale: N over the number of data that draws are made from.
+
+        Returns:
+            The mean of ``1 - 1 / weight`` over draws that are not certain.
+        """
         free = self.groups >= 0
         if not bool(free.any()):
             return 0.0
-        return float((1 - 1 / self.weights[free]).clamp(min=0).mean())
+        return float((1 - 1 / (scale * self.weights[free])).clamp(min=0).mean())
 
     def of(self, groups: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Which draws count in the estimate of some groups, and their weights there."""

@@ -129,9 +129,10 @@ class Rounds:
         turns = free.long().cumsum(0) + torch.randint(
             N_GROUPS, (), generator=self.options.generator
         )
-        by_turns = self.whole or self.stale is not None
-        # Where the pool is a draw itself, groups of data show its noise as well.
-        groups = torch.where(free, (turns if by_turns else draw.data) % N_GROUPS, -1)
+        groups = torch.where(free, turns % N_GROUPS, -1)
+        if not self.whole and self.stale is None:
+            # The pool is a draw itself, and nothing in it certain: groups of data show its noise.
+            groups = draw.data % N_GROUPS
         growth = 1.0
         if self.stale is None:
             growth = self.pool.size / max(self._drawn_from, 1)
