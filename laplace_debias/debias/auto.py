@@ -198,7 +198,8 @@ class _Fit:
                 halves = torch.stack(
                     [log_deviations(self.blocks(h), J, ridges) for split in SPLITS for h in split]
                 )
-                errors = (halves[0::2] - halves[1::2]) / 2 * rounds.drawn.rarity(rounds.scale) ** 0.5
+                rarity = rounds.drawn.rarity(rounds.scale)
+                errors = (halves[0::2] - halves[1::2]) / 2 * rarity**0.5
                 # The correction has removed what falls as 1 / n. The rest falls as 1 / n^2: halves
                 # have four times as much of it.
                 bias = (halves.mean(0) - theta) / (3.0 if self.correct else 1.0)
