@@ -90,6 +90,7 @@ class _Fit:
         self.engine, self.options = rounds.engine, rounds.options
         self.began, self.start = time.perf_counter(), self.engine.cost.backward
         self.probes: list[Tensor] | None = None
+        self._rotated: tuple[object, list[Tensor]] | None = None
 
     @property
     def spent(self) -> int:
@@ -99,7 +100,9 @@ class _Fit:
     @property
     def exact(self) -> bool:
         """Whether this is the full batch."""
-        return self.rounds.whole and (self.rounds.exhausted or not self.rounds.factors)
+        rounds = self.rounds
+        done = rounds.exhausted or not rounds.factors
+        return rounds.whole and done and rounds.moments.complete
 
     def fit(self) -> FitResult:
         """Rounds until the tolerance, a budget or the end of the data is reached."""
@@ -131,7 +134,7 @@ class _Fit:
         options, rounds = self.options, self.rounds
         if not rounds.factors:
             return "the output layer needs no backward pass"
-        if self.exact:
+        if rounds.whole and rounds.exhausted:
             return "every pair was propagated, as in a full-batch fit"
         if options.tolerance is None:
             return f"the budget of {options.n_passes:,} backward passes is spent"
@@ -188,10 +191,7 @@ class _Fit:
         if self.exact:
             return 0.0, 0.0
         with self.engine.cost.stage("certificate"):
-            if self.probes is None:
-                key = rounds.data.key_x
-                self.probes = probe_gradients(self.engine, *moments.probes(key), key)
-            J, ridges = self.probes, self.ridges.to(self.probes[0].device)
+            J, ridges = self._rotated_probes(), self.ridges.to(moments.outputs.device)
             theta = log_deviations(blocks, J, ridges)
             errors, bias = theta.new_zeros(0, len(theta)), torch.zeros_like(theta)
             if rounds.factors:
@@ -204,11 +204,21 @@ class _Fit:
                 # have four times as much of it.
                 bias = (halves.mean(0) - theta) / (3.0 if self.correct else 1.0)
             errors = errors / max(len(errors), 1) ** 0.5
-            if not rounds.whole:
-                share = max(0.0, 1 - rounds.pool.size / rounds.data.n_data) ** 0.5
-                deltas = [None if d is None else share * d for d in moments.halves()]
+            deltas = moments.halves(rounds.data.n_data)
+            if any(delta is not None for delta in deltas):
                 errors = torch.cat([errors, input_noise(blocks, deltas, J, ridges)[None]])
             return estimated_distance(errors, bias)
+
+    def _rotated_probes(self) -> list[Tensor]:
+        """Gradients at the probes, along the directions of A: all halves share these."""
+        moments, key = self.rounds.moments, self.rounds.data.key_x
+        if self.probes is None:
+            self.probes = probe_gradients(self.engine, *moments.probes(key), key)
+        A = moments.decomposed()
+        if self._rotated is None or self._rotated[0] is not A:
+            pairs = zip(self.probes, A, strict=True)
+            self._rotated = (A, [J if a is None else J @ a[0].to(J) for J, a in pairs])
+        return self._rotated[1]
 
     def _result(
         self, blocks: list[EigenFactors], distance: float, error: float, reason: str

@@ -119,7 +119,7 @@ def probe_gradients(
         key: Key of the inputs in a mapping.
 
     Returns:
-        ``[n, d_out, d_in]`` per weight and ``[n, d_out, 1]`` per bias.
+        ``[n, d_out, d_in]`` per weight and ``[n, d_out, 1]`` per bias, in the parameters' type.
 
     Example:
         >>> engine = Engine(torch.nn.Linear(2, 3), "regression")
@@ -139,7 +139,7 @@ def probe_gradients(
                 gradients = torch.autograd.grad(value, owned, allow_unused=True)
             for part, g, p in zip(parts, gradients, owned, strict=True):
                 g = torch.zeros_like(p) if g is None else g
-                part.append(g.detach().reshape(len(p), -1).double())
+                part.append(g.detach().reshape(len(p), -1))
     return [torch.stack(part) for part in parts]
 
 
@@ -150,7 +150,7 @@ def log_deviations(
 
     Args:
         blocks: The posterior's curvature, one block per parameter.
-        gradients: See :func:`probe_gradients`.
+        gradients: See :func:`probe_gradients`, along the directions of A: ``J Q_A``.
         ridges: Prior precision over the Hessian factor, ``[n_blocks]``.
 
     Returns:
@@ -168,10 +168,8 @@ def log_deviations(
 
 
 def _rotated(block: EigenFactors, J: Tensor) -> Tensor:
-    """Gradients ``Q_B^T J Q_A`` in float64."""
-    J = J.double()
-    J = J if block.Q_A is None else J @ block.Q_A.double()
-    return block.Q_B.double().T @ J
+    """Gradients ``Q_B^T (J Q_A)`` in float64."""
+    return (block.Q_B.to(J).T @ J).double()
 
 
 def input_noise(
@@ -198,10 +196,10 @@ def input_noise(
     for block, delta, J, ridge in zip(blocks, differences, gradients, ridges, strict=True):
         if delta is None or block.Q_A is None:
             continue
-        Q = block.Q_A.double()
+        Q = block.Q_A.to(J)
         X = _rotated(block, J) / (block.table.double() + ridge)
-        X = X * block.lam_B.double().sqrt()[:, None]
-        change += (X @ (Q.T @ delta.double() @ Q) * X).sum((1, 2))
+        X = (X * block.lam_B.double().sqrt()[:, None]).to(J)
+        change += (X @ (Q.T @ delta.to(J) @ Q) * X).sum((1, 2)).double()
     return -0.5 * change / (2 * log_deviations(blocks, gradients, ridges)).exp()
 
 

@@ -25,7 +25,7 @@ from laplace_debias.debias.spectrum import eigh_float64
 __all__ = ["N_GROUPS", "DrawnFactor", "DrawnRows", "corrected_block"]
 
 N_GROUPS = 4
-MOST_NUMBERS = 2**22
+MOST_NUMBERS = 2**20
 """Most numbers of gradient rows that are kept per layer: beyond, those of a part of the draws."""
 
 

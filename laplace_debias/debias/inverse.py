@@ -47,6 +47,7 @@ __all__ = ["inverse_inflation", "null_floor", "resolvent_inflation"]
 MOST_LEVERAGE = 0.98
 """Leverages are cut off here: a row that is nearly alone in its direction says nothing about it."""
 MOST_INFLATION = 50.0
+NEGLIGIBLE = 1e-3
 N_NODES = 12
 """Ridges at which c is computed; between them it is interpolated over the ridge's logarithm."""
 
@@ -119,6 +120,9 @@ def _interpolated(
     nodes = torch.linspace(float(x.min()), float(x.max()), N_NODES).to(x)
     if float(nodes[-1] - nodes[0]) < 1e-9:
         return inverse_inflation(rows, probabilities, lam, ridges[:1], floor).expand(len(ridges))
+    largest = inverse_inflation(rows, probabilities, lam, nodes[:1].exp(), floor)
+    if float(largest) < 1 + NEGLIGIBLE:  # c falls as the ridge grows
+        return largest.expand(len(ridges))
     values = inverse_inflation(rows, probabilities, lam, nodes.exp(), floor)
     step = nodes[1] - nodes[0]
     left = ((x - nodes[0]) / step).floor().long().clamp(0, N_NODES - 2)

@@ -16,7 +16,11 @@ from laplace_debias.kfac.factors import Factors
 __all__ = ["PoolMoments"]
 
 MOST_PROBES = 16
-MOST_PROBE_NUMBERS = 2**25
+MOST_PROBE_NUMBERS = 2**24
+MOST_MULTIPLICATIONS = 1e12
+"""Most multiplications for the input factors of layers with several rows (positions) per datum."""
+LEAST_DATA = 512
+"""Data that such layers see at least."""
 
 
 class PoolMoments:
@@ -42,10 +46,15 @@ class PoolMoments:
         self._A: tuple[int, list[tuple[Tensor, Tensor] | None]] | None = None
         self.loss: Tensor = torch.zeros(())
         self.size = 0
+        self._per_datum: list[float] = []
 
     def add(self, X: Inputs, y: Tensor) -> None:
-        """Pass a mini-batch."""
-        new = self.engine.factors(X, y, outputs=False, rows_from=1)
+        """Pass a mini-batch.
+
+        Layers with several rows per datum cost more for A than for the pass itself, and need fewer
+        data: they see as many as ``MOST_MULTIPLICATIONS`` pay for.
+        """
+        new = self.engine.factors(X, y, inputs=self._wanted(), outputs=False, rows_from=1)
         self.loss = self.loss.to(new.summed_loss) + new.summed_loss
         self._outputs.append(new.kept_outputs)
         kept = [rows for rows, last in zip(new.rows, new.at_output, strict=True) if last]
@@ -53,12 +62,13 @@ class PoolMoments:
         new = replace(new, outputs=None, rows=(None,) * len(new.names))
         # Halves of a mini-batch would need passes of their own: whole mini-batches take turns.
         if len(self._parts) < 2:
-            self._parts.append(new)
+            self._parts.append(self._filled(new))
         else:
             less = 0 if self._parts[0].n <= self._parts[1].n else 1
-            self._parts[less] = self._parts[less] + new
+            self._parts[less] = self._parts[less] + self._filled(new, self._parts[less])
         if self._first is None:
             self._first = X
+            self._per_datum = [n / new.n for n in new.n_rows]
         if isinstance(X, Tensor) and X.is_floating_point():
             x = X.double()
             sums = x.sum(0), x.square().sum(0)
@@ -67,6 +77,30 @@ class PoolMoments:
             elif self._sums[0].shape == sums[0].shape:
                 self._sums = self._sums[0] + sums[0], self._sums[1] + sums[1]
         self.size += len(y)
+
+    def _wanted(self) -> bool | set[str]:
+        """Names of the weights whose A is to see further data, or all."""
+        if len(self._parts) < 2:
+            return True
+        first, work = self._parts[0], 0.0
+        many: set[str] = set()
+        for name, A, rows in zip(first.names, first.A, first.n_rows, strict=True):
+            if A is not None and rows > first.n:
+                many.add(name)
+                work += len(A) ** 2 * rows / first.n
+        if self.size < max(LEAST_DATA, MOST_MULTIPLICATIONS / max(work, 1.0)):
+            return True
+        return {name for name in first.names if name not in many}
+
+    @staticmethod
+    def _filled(new: Factors, old: Factors | None = None) -> Factors:
+        """New factors that count for nothing where their A was not computed."""
+        if old is None:
+            return new
+        pairs = list(zip(new.A, old.A, new.n_rows, strict=True))
+        A = tuple(o if a is None else a for a, o, _ in pairs)
+        n_rows = tuple(0 if a is None and o is not None else n for a, o, n in pairs)
+        return replace(new, A=A, n_rows=n_rows)
 
     @property
     def inputs(self) -> Factors:
@@ -99,6 +133,23 @@ class PoolMoments:
         return [n == self.size for n in self.inputs.n_rows]
 
     @property
+    def complete(self) -> bool:
+        """Whether every A has seen all data of the pool."""
+        return self._wanted() is True or all(self.share(i) == 1.0 for i in range(len(self.names)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters."""
+        return self._parts[0].names
+
+    def share(self, i: int) -> float:
+        """Part of the pool's data that the A of a parameter has seen."""
+        if self.inputs.A[i] is None:
+            return 1.0
+        per_datum = self._per_datum[i]
+        return min(1.0, self.inputs.n_rows[i] / (per_datum * self.size)) if per_datum else 1.0
+
+    @property
     def dtype(self) -> torch.dtype:
         """Type of the factors."""
         return torch.promote_types(self.outputs.dtype, torch.float32)
@@ -117,19 +168,28 @@ class PoolMoments:
             self._A = (self.size, found)
         return self._A[1]
 
-    def halves(self) -> list[Tensor | None]:
-        """Half the difference of every A between two halves of the pool; of one mini-batch, none.
+    def halves(self, n_data: int) -> list[Tensor | None]:
+        """What the A of each weight may be off: half its difference between halves of its data.
 
-        Scaled to halves of equal size.
+        Args:
+            n_data: Number N of data that the pool stands for, for what drawing without replacement
+                saves.
+
+        Returns:
+            Matrices like A; ``None`` for biases, and where there is but one mini-batch.
         """
         if len(self._parts) < 2:
-            return [None for _ in self._parts[0].A]
+            return [None for _ in self.names]
         one, two = self._parts
-        scale = (one.n * two.n) ** 0.5 / (one.n + two.n)
-        return [
-            None if a is None or b is None else scale * (a - b)
-            for a, b in zip(one.A, two.A, strict=True)
-        ]
+        found: list[Tensor | None] = []
+        for i, (a, b) in enumerate(zip(one.A, two.A, strict=True)):
+            n, m = one.n_rows[i], two.n_rows[i]
+            rare = 1 - self.share(i) * self.size / n_data
+            if a is None or b is None or rare <= 1e-9:
+                found.append(None)
+            else:
+                found.append((n * m * rare) ** 0.5 / (n + m) * (a - b))
+        return found
 
     def probes(self, key: Keys = "input_ids") -> tuple[Inputs, Tensor]:
         """A few inputs of the pool, as many far ones, and a direction of the output for each.

@@ -15,7 +15,7 @@ alone: the data worth backward passes for B need not be those that serve A.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -111,7 +111,7 @@ class Engine:
         y: Tensor | None = None,
         weights: Tensor | None = None,
         *,
-        inputs: bool = True,
+        inputs: bool | Container[str] = True,
         outputs: bool = True,
         rows_from: float = math.inf,
         count_rows: bool = False,
@@ -123,7 +123,7 @@ class Engine:
             y: Targets, ``[n]`` class indices or ``[n, C]`` values. Needed for the loss and for the
                 empirical Fisher.
             weights: Non-negative weight ``[n]`` of each datum in B and in the loss; 1 by default.
-            inputs: Whether to compute A.
+            inputs: Whether to compute A, or the names of the weights that get one.
             outputs: Whether to compute B, which takes backward passes. Without, the network's
                 outputs are kept instead.
             rows_from: Keep the rows of linear layers of at least that many inputs, if they see one
@@ -139,6 +139,8 @@ class Engine:
                 or weights do not fit.
         """
         weights_only = [p for p in self.owned if p.role == "weight"]
+        if not isinstance(inputs, bool):
+            weights_only, inputs = [p for p in weights_only if p.name in inputs], True
         grams = {p.name: InputGram(self.kfac_approx, p.name) for p in weights_only if inputs}
         listeners: dict[nn.Module, list[InputGram]] = {}
         for p in weights_only if inputs else ():
