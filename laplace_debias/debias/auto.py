@@ -190,20 +190,18 @@ class _Fit:
         rounds, moments = self.rounds, self.rounds.moments
         if self.exact:
             return 0.0, 0.0
+        halves = [self.blocks(h) for split in SPLITS for h in split] if rounds.factors else []
         with self.engine.cost.stage("certificate"):
             J, ridges = self._rotated_probes(), self.ridges.to(moments.outputs.device)
             theta = log_deviations(blocks, J, ridges)
             errors, bias = theta.new_zeros(0, len(theta)), torch.zeros_like(theta)
-            if rounds.factors:
-                halves = torch.stack(
-                    [log_deviations(self.blocks(h), J, ridges) for split in SPLITS for h in split]
-                )
+            if halves:
+                others = torch.stack([log_deviations(half, J, ridges) for half in halves])
                 rarity = rounds.drawn.rarity(rounds.scale)
-                errors = (halves[0::2] - halves[1::2]) / 2 * rarity**0.5
+                errors = (others[0::2] - others[1::2]) / 2 * (rarity / len(SPLITS)) ** 0.5
                 # The correction has removed what falls as 1 / n. The rest falls as 1 / n^2: halves
                 # have four times as much of it.
-                bias = (halves.mean(0) - theta) / (3.0 if self.correct else 1.0)
-            errors = errors / max(len(errors), 1) ** 0.5
+                bias = (others.mean(0) - theta) / (3.0 if self.correct else 1.0)
             deltas = moments.halves(rounds.data.n_data)
             if any(delta is not None for delta in deltas):
                 errors = torch.cat([errors, input_noise(blocks, deltas, J, ridges)[None]])

@@ -27,6 +27,8 @@ __all__ = ["N_GROUPS", "DrawnFactor", "DrawnRows", "corrected_block"]
 N_GROUPS = 4
 MOST_NUMBERS = 2**20
 """Most numbers of gradient rows that are kept per layer: beyond, those of a part of the draws."""
+MOST_BLOCK_NUMBERS = 2**18
+"""The same for layers with several rows per datum, whose correction is small and costs more."""
 
 
 @dataclass
@@ -141,7 +143,8 @@ class DrawnFactor:
         self._new += _gram(weighted[groups < 0])
         for group in range(N_GROUPS):
             self._new[group] += N_GROUPS * _gram(weighted[groups == group])
-        kept = max(2, int(share * MOST_NUMBERS / (r * d)))
+        most = MOST_NUMBERS if r == 1 else MOST_BLOCK_NUMBERS
+        kept = max(2, int(share * most / (r * d)))
         self.rows.append((rows[:kept].clone(), numbers[:kept]))
 
     def close(self, share: float, growth: float, *, distinct: bool) -> None:
