@@ -171,12 +171,12 @@ def null_floor(rows: Tensor) -> float:
     :math:`e_i = 1 / (G^{-1})_{ii}`, :math:`G = X X^\top`: held-out curvature, in
     :math:`d - n + 1` directions. The floor is
 
-    .. math:: \tau = \frac{n}{d - n + 1} \Bigl(\prod_i e_i\Bigr)^{1 / n}
-              \Bigl(1 - \frac{n}{d}\Bigr).
+    .. math:: \tau = \frac{n}{d - n + 1} \Bigl(\frac{1}{n} \sum_i \sqrt{e_i}\Bigr)^2
+              \Bigl(1 - \frac{n}{d}\Bigr),
 
-    The geometric mean, because an inverse is off by ratios, and an arithmetic one is the largest of
-    a steep spectrum; the share of directions that the draw leaves open, because the held-out mean
-    is larger than what an inverse needs, and no floor is left as rows reach the dimension.
+    the squared mean distance, because an inverse is off by ratios, and the mean of the squares is
+    the largest of a steep spectrum; times the share of directions that the draw leaves open, so
+    that no floor is left as rows reach the dimension.
 
     Args:
         rows: Weighted rows ``[n, d]``.
@@ -194,4 +194,5 @@ def null_floor(rows: Tensor) -> float:
     X = rows.double()
     lam, U = torch.linalg.eigh(X @ X.T)
     inverse = U.square() @ (1 / lam.clamp(min=max(float(lam[-1]), 1e-300) * 1e-12))
-    return n * float((-inverse.log().mean()).exp()) / (d - n + 1) * (1 - n / d)
+    distance = float(inverse.rsqrt().mean())
+    return n * distance**2 / (d - n + 1) * (1 - n / d)
