@@ -65,7 +65,8 @@ def fit_auto(
         The fit with its report.
 
     Raises:
-        ValueError: If scores do not fit the data, or there are more data than N.
+        ValueError: If scores do not fit the data, there are more data than N, or the curvature is
+            no sum over pairs of datum and class.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
@@ -77,9 +78,30 @@ def fit_auto(
         >>> fit.n_data, engine.cost.forward, engine.cost.backward
         (32, 48, 16)
     """
+    _check_pairs(engine)
     with tqdm(disable=not progress_bar, unit="pass", desc="[K-FAC: pairs]") as bar:
         rounds = Rounds(engine, data, options, bar)
         return _Fit(rounds, ridges.double(), correct).fit()
+
+
+def _check_pairs(engine: Engine) -> None:
+    """Raise where pairs would not be the curvature: other losses, and scales of normalisations."""
+    scales = [p.name for p in engine.owned if p.scales]
+    what = ""
+    if engine.likelihood not in ("classification", "regression"):
+        what = f"likelihood={engine.likelihood!r}"
+    elif engine.objective.class_weights is not None:
+        what = "`class_weights`, which ask for labels that no forward pass knows"
+    elif engine.objective.output_noise is not None:
+        what = "one `sigma_noise` per output"
+    elif scales:
+        what = f"scales or shifts of normalisations ({scales})"
+    if what:
+        raise ValueError(
+            "Expected the softmax cross-entropy or half the squared error, and linear layers and "
+            f"convolutions, with debias='auto', got {what}. Remedy: debias=True or 'single'; "
+            "parameters of normalisations can be frozen (`requires_grad_(False)`)."
+        )
 
 
 class _Fit:

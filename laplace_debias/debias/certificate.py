@@ -28,6 +28,7 @@ from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
 from laplace_debias.kfac.engine import Engine
+from laplace_debias.network.calling import call_model
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import check_outputs
 
@@ -134,7 +135,7 @@ def probe_gradients(
             x = take(X, slice(i, i + 1), key)
             x = x if engine.embed is None else engine.embed(x)
             with torch.enable_grad():
-                f = check_outputs(engine.root(x))
+                f = check_outputs(call_model(engine.root, x))
                 value = (f[0] * directions[i].to(f)).sum()
                 gradients = torch.autograd.grad(value, owned, allow_unused=True)
             for part, g, p in zip(parts, gradients, owned, strict=True):

@@ -15,7 +15,8 @@ from laplace_debias.data.inputs import Inputs
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.grams import check_datum
 from laplace_debias.kfac.row_counts import output_rows
-from laplace_debias.network.ownership import KFACLayer
+from laplace_debias.network.calling import call_model
+from laplace_debias.network.layers import KFACLayer
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder, check_outputs
 
@@ -51,7 +52,7 @@ def gradient_rows(
     with engine.cost.stage("passes"), evaluation_mode(engine.root):
         x = X if engine.embed is None else engine.embed(X)
         with torch.enable_grad(), recorder.recording():
-            f = check_outputs(engine.root(x))
+            f = check_outputs(call_model(engine.root, x))
         engine.check_called(recorder, outputs=True)
         n = len(f)
         calls = [call for layer in layers for call in recorder.calls[layer]]

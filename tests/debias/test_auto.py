@@ -224,6 +224,26 @@ def test_bad_options_are_refused(net, options, words):
         Laplace(net, "classification", "all", "kron", debias="auto", **options)
 
 
+@pytest.mark.parametrize(
+    ("likelihood", "options", "words"),
+    [
+        ("classification", {"class_weights": [1.0, 2.0, 3.0]}, "class_weights"),
+        ("regression", {"sigma_noise": torch.tensor([1.0, 2.0, 3.0])}, "one `sigma_noise`"),
+        ("bernoulli", {}, "bernoulli"),
+    ],
+)
+def test_losses_that_are_no_sum_over_pairs_are_refused_by_name(net, likelihood, options, words):
+    y = Y if likelihood == "classification" else torch.nn.functional.one_hot(Y, 3).double()
+    with pytest.raises(ValueError, match=f"debias='auto'.*{words}"):
+        auto(net, likelihood, data=loader(y), **options)
+
+
+def test_scales_of_normalisations_are_refused_by_name():
+    net = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
+    with pytest.raises(ValueError, match="normalisations .*1.weight"):
+        auto(net)
+
+
 def test_its_options_belong_to_it_alone(net):
     with pytest.raises(ValueError, match="'tolerance' with debias='auto' only"):
         Laplace(net, "classification", "all", "kron", debias=True, tolerance=0.1)
