@@ -20,10 +20,13 @@ from laplace_debias.comparison import (
     compare,
 )
 from laplace_debias.debias import (
+    AutoOptions,
     CrossfitOptions,
     CurvatureBias,
+    CurvatureRecorder,
     ExpectedBias,
     FactorBias,
+    FitReport,
     LayerBias,
 )
 from laplace_debias.evaluation import (
@@ -36,6 +39,8 @@ from laplace_debias.evaluation import (
     Uncertainty,
     default_grid,
     evaluate,
+    far_inputs,
+    posterior_distance,
     sweep_prior_precision,
     uncertainty,
 )
@@ -61,7 +66,10 @@ __all__ = [
     "Laplace",
     "DebiasedKronLaplace",
     "DebiasedKronLLLaplace",
+    "AutoOptions",
     "CrossfitOptions",
+    "FitReport",
+    "CurvatureRecorder",
     "HookGGN",
     "HookEF",
     # the model
@@ -87,6 +95,8 @@ __all__ = [
     "EvaluationError",
     "uncertainty",
     "Uncertainty",
+    "posterior_distance",
+    "far_inputs",
     "compare",
     "ComparisonResult",
     "CustomMethod",

@@ -23,6 +23,7 @@ from laplace_debias.comparison.fitting import Cost, Fitting
 from laplace_debias.comparison.options import CustomMethod, Prediction, Reference, Work
 from laplace_debias.comparison.result import ComparisonResult
 from laplace_debias.comparison.rows import (
+    AUTO,
     CROSSFIT,
     DIAGONAL,
     FULL,
@@ -46,7 +47,7 @@ from laplace_debias.storage.fingerprints import plain_options
 
 __all__ = ["compare"]
 
-_BUILT_IN = (PLAIN, SINGLE, TWO_BATCH, CROSSFIT, FULL, LARGE)
+_BUILT_IN = (PLAIN, SINGLE, TWO_BATCH, AUTO, CROSSFIT, FULL, LARGE)
 
 
 def compare(
@@ -86,9 +87,9 @@ def compare(
             by name. Labelled ones, ``(X, y)``, give all metrics and the AUROC of telling them from
             the test data by entropy; unlabelled ones, ``X``, only the latter and mean entropy.
         methods: What to compare: ``"plain"`` (the network without a posterior), ``"single"``,
-            ``"two-batch"`` (or ``True``), ``"full"``, ``"crossfit"`` (with M data behind backward
-            passes), and methods of one's own as
-            :class:`~laplace_debias.comparison.options.CustomMethod`.
+            ``"two-batch"`` (or ``True``), ``"full"``, ``"auto"`` (with as many backward passes as
+            M data take), ``"crossfit"`` (with M data behind backward passes), and methods of one's
+            own as :class:`~laplace_debias.comparison.options.CustomMethod`.
         baselines: What else to hold them against, each fitted once, on all data: ``"plain"``,
             ``"temperature"`` (the plain network, its logits divided by what is best on
             ``val_loader``), ``"last-layer"`` (a Kron posterior of the last layer), ``"prior-only"``
@@ -104,7 +105,8 @@ def compare(
         laplace: Arguments of :func:`~laplace_debias.posterior.factory.Laplace`, such as
             ``backend``. ``subset_of_weights`` is ``"all"`` unless it is among them. The options of
             :class:`~laplace_debias.debias.options.CrossfitOptions`, such as
-            ``{"sampling": "curvature"}``, reach ``"crossfit"`` only.
+            ``{"sampling": "curvature"}``, and of
+            :class:`~laplace_debias.debias.options.AutoOptions` reach their methods only.
         prediction: Link function, its samples, and the bins of the ECE.
         reference: Another reference than all the data.
         seed: Decides the draws and the random numbers of ``"mc"``.
@@ -257,8 +259,8 @@ def _names(methods: Sequence[str | bool | CustomMethod]) -> list[str]:
             unknown.append(method)
     if unknown:
         raise ValueError(
-            "Expected methods among 'plain', 'single', 'two-batch' (or True), 'crossfit' and "
-            f"'full', got {unknown}. Remedy: correct the name, or give a method of your own as "
+            "Expected methods among 'plain', 'single', 'two-batch' (or True), 'auto', 'crossfit' "
+            f"and 'full', got {unknown}. Remedy: correct the name, or give a method of your own as "
             "`CustomMethod(name, fit)`."
         )
     return list(dict.fromkeys(names))

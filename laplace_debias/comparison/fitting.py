@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from laplace.baselaplace import KronLaplace
 from torch import nn
 from torch.utils.data import DataLoader
 
 from laplace_debias.comparison.baselines import best_temperature, prior_only
-from laplace_debias.comparison.draws import draw_generator, draw_loaders, whole_loader
+from laplace_debias.comparison.draws import draw_generator, draw_loaders, n_outputs, whole_loader
 from laplace_debias.comparison.options import CustomMethod, Prediction, Reference
 from laplace_debias.comparison.rows import (
+    AUTO,
     CROSSFIT,
     DIAGONAL,
     FULL,
@@ -28,10 +28,8 @@ from laplace_debias.comparison.rows import (
     TWO_BATCH,
 )
 from laplace_debias.comparison.runs import Run, plain_run, predictor_run
-from laplace_debias.data.reading import as_batches, unpack
-from laplace_debias.debias.options import CrossfitOptions
+from laplace_debias.debias.options import AutoOptions, CrossfitOptions
 from laplace_debias.network.loss import Likelihood
-from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.posterior.debiased import DebiasedPosterior
 from laplace_debias.posterior.kron import Laplace
 from laplace_debias.predictive.diagonal import DiagonalPredictor, diagonal_ggn
@@ -111,7 +109,7 @@ class Fitting:
         start = time.perf_counter()
         if method in (PRIOR_ONLY, DIAGONAL):
             la = self._laplace(SINGLE)
-            prior_only(la, self.n_data, self._n_outputs())
+            prior_only(la, self.n_data, n_outputs(self.model, self.train_loader, self.key_y))
             if method == PRIOR_ONLY:
                 return StructuredPredictor(la, self.grid, keep_graph=False), _cost(0, start)
             loader = whole_loader(self.train_loader)
@@ -143,6 +141,14 @@ class Fitting:
             la = self._laplace(CROSSFIT, n_curvature=budget, generator=generator)
             la.fit(whole_loader(self.train_loader, generator), n_data=N)
             return la
+        if method == AUTO:  # so does this, with the passes that M data take
+            one = self.laplace.get("fisher", "exact") != "exact"
+            C = n_outputs(self.model, self.train_loader, self.key_y)
+            n_vectors = 1 if one else C - int(self.likelihood == "classification")
+            passes = max(8, budget * n_vectors)
+            la = self._laplace(AUTO, tolerance=None, n_passes=passes, generator=generator)
+            la.fit(whole_loader(self.train_loader, generator), n_data=N)
+            return la
         n_roles = 2 if method == TWO_BATCH else 1
         drawn = draw_generator(self.seed, draw)
         first, *second = draw_loaders(self.train_loader, budget, n_roles, drawn)
@@ -151,10 +157,12 @@ class Fitting:
         return la
 
     def _laplace(self, debias: str, **defaults: Any) -> DebiasedPosterior:
-        """An approximation that is not fitted yet; the options of crossfit reach that alone."""
-        given = dict(self.laplace)
-        if debias != CROSSFIT:
-            given = {k: v for k, v in given.items() if k not in CrossfitOptions.names()}
+        """An approximation that is not fitted yet; options of a method reach that method alone."""
+        own = {CROSSFIT: set(CrossfitOptions.names()), AUTO: set(AutoOptions.names())}
+        others = set().union(*own.values()) - own.get(debias, set())
+        if debias == AUTO:  # draws vectors of its own
+            others |= {"fisher", "sampler"}
+        given = {k: v for k, v in self.laplace.items() if k not in others}
         if defaults.get("subset_of_weights") is not None:
             given.pop("subset_of_weights", None)
         kwargs = {**defaults, **given}
@@ -165,14 +173,6 @@ class Fitting:
                 "`debias` out of `laplace`."
             )
         return la
-
-    def _n_outputs(self) -> int:
-        """Number C of outputs, from one datum."""
-        batch = next(iter(as_batches(whole_loader(self.train_loader))))
-        device = next(self.model.parameters()).device
-        X, _ = unpack(batch, device, self.key_y)
-        with torch.no_grad(), evaluation_mode(self.model):
-            return int(self.model(X).shape[-1])
 
 
 def _cost(n: int, start: float, n_vectors: int = 0) -> Cost:

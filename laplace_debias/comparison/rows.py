@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["ComparisonRow", "Summary"]
 
-SINGLE, TWO_BATCH, CROSSFIT = "single", "two-batch", "crossfit"
+SINGLE, TWO_BATCH, CROSSFIT, AUTO = "single", "two-batch", "crossfit", "auto"
 PLAIN, FULL, LARGE = "plain", "full", "large-batch"
 TEMPERATURE, LAST_LAYER, PRIOR_ONLY, DIAGONAL = (
     "temperature",

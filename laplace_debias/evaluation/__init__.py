@@ -1,6 +1,7 @@
 """Is the uncertainty any good? Metrics, reports, sweeps over the prior precision."""
 
 from laplace_debias.evaluation.calibration import AdaptiveECE, ClasswiseECE
+from laplace_debias.evaluation.distance import far_inputs, posterior_distance
 from laplace_debias.evaluation.evaluate import EvaluationError, evaluate
 from laplace_debias.evaluation.grid_search import gridsearch_prior_precision
 from laplace_debias.evaluation.metrics import ECE, NLL, Accuracy, Brier, MeanEntropy
@@ -51,11 +52,13 @@ __all__ = [
     "Uncertainty",
     "default_grid",
     "evaluate",
+    "far_inputs",
     "fresh_metrics",
     "gridsearch_prior_precision",
     "metric_table",
     "mutual_information",
     "risk_coverage",
+    "posterior_distance",
     "run_sweep",
     "sweep_prior_precision",
     "tune",

@@ -18,6 +18,7 @@ from laplace_debias.comparison import (
     fitting,
 )
 from laplace_debias.evaluation.evaluate import evaluate
+from laplace_debias.posterior.debiased import DebiasedPosterior
 from laplace_debias.posterior.kron import Laplace
 
 # the package exports the function under the name of the module
@@ -464,3 +465,19 @@ def test_the_result_is_the_same_with_and_without_a_folder(problem, tmp_path):
     stored = json.loads((tmp_path / "config.json").read_text())
     assert stored["options"] == result.config
     assert set(stored["data"]) == {"train_loader", "test_loader"}
+
+
+def test_auto_gets_the_backward_passes_of_as_many_exact_data(problem, monkeypatch):
+    fitted = []
+    fit = DebiasedPosterior.fit
+
+    def watched(la, *args, **kwargs):
+        fit(la, *args, **kwargs)
+        fitted.append((la.debias, la.fit_cost.backward))
+
+    monkeypatch.setattr(DebiasedPosterior, "fit", watched)
+    result = run(problem, methods=("single", "auto", "full"), budgets=(8,), n_draws=2)
+    passes = {name: {n for method, n in fitted if method == name} for name in ("single", "auto")}
+    most = min(passes["single"])  # the full batch is single, too
+    assert all(0.95 * most <= n <= most for n in passes["auto"])
+    assert "auto" in result.methods and result.gap_ratio("nll", "auto")[8] < 1
