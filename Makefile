@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-lowest lint bench docs dist clean
+.PHONY: demo test test-lowest lint bench mutants docs dist clean
 
 # torch comes first and alone, so that pip takes its CPU build where there is one; the rest is pinned and
 # installed without dependency resolution, because laplace-torch and BackPACK declare torchvision, which
@@ -33,6 +33,10 @@ bench: $(READY)
 	$(PY) -W ignore -m examples.benchmarks.kfac
 	$(PY) -W ignore -m examples.benchmarks.fit
 	$(PY) -W ignore -m examples.benchmarks.quadratics
+
+# which lines of kfac/, debias/ and predictive/ no test guards: a seeded sample, goes on where it stopped
+mutants: $(READY)
+	nice -n 15 $(PY) -W ignore -m examples.benchmarks.mutants --n 300 --results mutants.jsonl
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet

@@ -37,8 +37,20 @@ from laplace_debias.evaluation import (
     sweep_prior_precision,
 )
 from laplace_debias.kfac import HookEF, HookGGN
-from laplace_debias.network import LayerCheck, ModelCheck, check_model, freeze_unsupported
-from laplace_debias.posterior import DebiasedKronLaplace, DebiasedKronLLLaplace, Laplace
+from laplace_debias.network import (
+    FreezeSummary,
+    LayerCheck,
+    ModelCheck,
+    bake_parametrizations,
+    check_model,
+    freeze_unsupported,
+)
+from laplace_debias.posterior import (
+    DebiasedKronLaplace,
+    DebiasedKronLLLaplace,
+    Laplace,
+    prior_precision_from_weight_decay,
+)
 from laplace_debias.predictive import LinearizedPredictive, linearized_predictive
 
 __all__ = [
@@ -54,12 +66,15 @@ __all__ = [
     "ModelCheck",
     "LayerCheck",
     "freeze_unsupported",
+    "bake_parametrizations",
+    "FreezeSummary",
     # prediction and prior precision
     "linearized_predictive",
     "LinearizedPredictive",
     "sweep_prior_precision",
     "SweepResult",
     "default_grid",
+    "prior_precision_from_weight_decay",
     # evaluation
     "evaluate",
     "CalibrationReport",

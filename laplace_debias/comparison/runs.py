@@ -17,6 +17,7 @@ from laplace_debias.evaluation.table import metric_table
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.upstream import device_of
 from laplace_debias.predictive.links import class_log_probabilities, needs_diagonal_only
+from laplace_debias.predictive.predictions import glm_predictions
 from laplace_debias.predictive.predictor import SharedPredictor, StructuredPredictor
 
 __all__ = ["Run", "evaluate_sets", "laplace_run", "plain_run"]
@@ -76,13 +77,29 @@ def laplace_run(
     Returns:
         A run whose predictions are numbered ``posterior * k + i``.
     """
-    shared = SharedPredictor([StructuredPredictor(la, grid, keep_graph=False) for la in las])
-    diagonal = needs_diagonal_only(link_approx)
+    predictors = [StructuredPredictor(la, grid, keep_graph=False) for la in las]
+    shared, diagonal = SharedPredictor(predictors), needs_diagonal_only(link_approx)
+    way = getattr(las[0], "predictive_method", "auto")
 
     @torch.no_grad()
     def run(loader: Iterable[Any], update: Update, **reading: Any) -> None:
         generators = [torch.Generator(device_of(la)).manual_seed(seed) for la in las]
         for x, y in read(loader, device_of(las[0]), las[0].dict_key_y, **reading):
+            method = predictors[0].chosen_method(x, n_samples, diagonal) if way == "auto" else way
+            if method != "exact":
+                for number, (one, generator) in enumerate(zip(predictors, generators, strict=True)):
+                    predictions = glm_predictions(
+                        one,
+                        x,
+                        regression=False,
+                        link_approx=link_approx,
+                        n_samples=n_samples,
+                        method=method,
+                        generator=generator,
+                    )
+                    for i, (log_probs,) in enumerate(predictions, number * len(grid)):
+                        update(i, log_probs, y)
+                continue
             results = zip(shared(x, diagonal), generators, strict=True)
             for number, (result, generator) in enumerate(results):
                 log_probs = class_log_probabilities(

@@ -24,7 +24,7 @@ from laplace_debias.debias.sampling import WeightedDraw, curvature_order, draw_w
 from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
-from laplace_debias.network.loss import curvature_scores, mean_loss_hessian
+from laplace_debias.network.loss import curvature_scores
 
 __all__ = ["fit_crossfit"]
 
@@ -136,7 +136,7 @@ class _Run:
             raise self.too_few(sum(map(len, passed.outputs)), K)
         f = torch.cat(passed.outputs)
         self.data.check_seen({"pool": len(f)}, disjoint=True)
-        hessian = mean_loss_hessian(f, self.engine.likelihood)
+        hessian = self.engine.mean_hessian(f)
         exact = whole and self.engine.fisher != "empirical"
         with self.engine.cost.stage("decompositions"):
             return crossfit_kron(

@@ -55,18 +55,24 @@ class FitResult:
     n_data: int
     n_outputs: int
 
-    def decomposed(self, dtype: torch.dtype, damping: bool = False) -> KronDecomposed:
+    def decomposed(
+        self, dtype: torch.dtype, damping: bool = False, transposed: Sequence[bool] = ()
+    ) -> KronDecomposed:
         """The curvature as laplace-torch holds it.
 
         Args:
             dtype: Its type, the model's.
             damping: laplace-torch's switch.
+            transposed: For each block, whether its parameter is ``[d_in, d_out]``: the block of
+                the flattened parameter is then ``kron(A, B)``. By default none is.
 
         Returns:
             ``Q diag(lam_tilde) Q^T``, block by block.
         """
         Q = [[Q_f.to(dtype) for Q_f in block] for block in self.Q]
         lam = [[values.to(dtype) for values in block] for block in self.lam_tilde]
+        for i in (i for i, turn in enumerate(transposed) if turn):
+            Q[i], lam[i] = Q[i][::-1], lam[i][::-1]
         # laplace-torch holds lists of lists, and annotates them as if each were a tuple of one
         blocks = cast("tuple[list[tuple[Tensor]], list[tuple[Tensor]]]", (Q, lam))
         return KronDecomposed(*blocks, damping=damping)

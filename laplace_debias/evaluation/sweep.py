@@ -13,6 +13,7 @@ from laplace_debias.evaluation.predictors import run_sweep
 from laplace_debias.evaluation.sweep_result import SweepResult
 from laplace_debias.evaluation.table import Metrics, fresh_metrics
 from laplace_debias.network.loss import likelihood_name
+from laplace_debias.network.upstream import noise_of
 from laplace_debias.predictive.eigenblocks import PriorPrecisions, check_fitted
 from laplace_debias.predictive.predictions import Prediction
 from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
@@ -43,7 +44,7 @@ def sweep_prior_precision(
     link_approx: str = "probit",
     n_samples: int = 100,
     metrics: Metrics = ("nll",),
-    method: str = "exact",
+    method: str | None = None,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
     generator: torch.Generator | None = None,
     progress_bar: bool = False,
@@ -65,8 +66,8 @@ def sweep_prior_precision(
             ``"nll"``, ``"accuracy"``, ``"ece"``, ``"brier"``, ``"mean_entropy"``; regression:
             ``"nll"``, ``"rmse"``, ``"mse"``, ``"coverage_90"`` and others), or a mapping of names
             to ``torchmetrics.Metric``, of which every grid point gets a fresh copy.
-        method: ``"exact"``, ``"samples"`` or ``"auto"``, see
-            :func:`laplace_debias.linearized_predictive`.
+        method: ``"exact"``, ``"top"``, ``"samples"`` or ``"auto"``, see
+            :func:`laplace_debias.linearized_predictive`; by default ``la.predictive_method``.
         memory_budget: Bytes to stay within.
         generator: Random number generator for samples; all grid points share the same numbers.
         progress_bar: Show a progress bar over batches.
@@ -98,7 +99,7 @@ def sweep_prior_precision(
     predictor = StructuredPredictor(la, prior_precisions, memory_budget, keep_graph=False)
     k = len(predictor.deltas)
     fresh = fresh_metrics(
-        metrics, k, likelihood, sigma_noise=la.sigma_noise, device=predictor.deltas.device
+        metrics, k, likelihood, sigma_noise=noise_of(la), device=predictor.deltas.device
     )
 
     def update(i: int, prediction: Prediction, y: Tensor) -> None:
@@ -129,5 +130,5 @@ def sweep_prior_precision(
         values,
         better,
         n_data,
-        link if likelihood == "classification" else None,
+        None if likelihood == "regression" else link,
     )

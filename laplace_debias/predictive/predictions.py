@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,11 +12,13 @@ from laplace_debias.data.inputs import Inputs
 from laplace_debias.predictive.links import (
     check_link,
     class_log_probabilities,
+    label_log_probabilities,
+    mean_label_log_probabilities,
     mean_log_probabilities,
     needs_diagonal_only,
 )
 
-METHODS = ("exact", "samples", "auto")
+METHODS = ("exact", "top", "samples", "auto")
 Prediction = tuple[Tensor, ...]
 """``(log-probabilities,)`` for classification, ``(mean, covariance)`` for regression."""
 
@@ -55,8 +57,12 @@ class Predictor(Protocol):
         """Outputs, and samples of them."""
         ...
 
-    def prefers_samples(self, n_samples: int, diagonal_output: bool) -> bool:
-        """Whether samples cost less than exact moments."""
+    def top(self, x: Inputs, diagonal_output: bool = True) -> Moments:
+        """Variances, exact for the classes that carry the probability."""
+        ...
+
+    def chosen_method(self, x: Inputs, n_samples: int, diagonal_output: bool) -> str:
+        """Which way ``method="auto"`` takes."""
         ...
 
 
@@ -78,6 +84,7 @@ def glm_predictions(
     method: str = "exact",
     generator: torch.Generator | None = None,
     diagonal_output: bool = False,
+    labels: bool = False,
 ) -> Iterator[Prediction]:
     """Yield one prediction per prior precision of the predictor.
 
@@ -87,14 +94,16 @@ def glm_predictions(
         regression: Whether the outputs are the predictions themselves.
         link_approx: Link approximation for classification.
         n_samples: Number of samples for ``link_approx="mc"`` or ``method="samples"``.
-        method: ``"exact"``, ``"samples"`` or ``"auto"``. With samples and ``link_approx="mc"`` no
-            covariance is formed: the samples themselves go through the softmax.
+        method: ``"exact"``, ``"top"``, ``"samples"`` or ``"auto"``. With samples and
+            ``link_approx="mc"`` no covariance is formed: the samples go through the softmax.
         generator: Random number generator for samples, shared by all prior precisions.
         diagonal_output: Leave out covariances between outputs.
+        labels: Whether every output is a yes-or-no label of its own (Bernoulli).
 
     Yields:
-        ``(log-probabilities [n, C],)`` for classification, ``(mean [n, C], covariance)`` for
-        regression, with covariances ``[n, C, C]`` or, with ``diagonal_output``, ``[n, C]``.
+        ``(log-probabilities [n, C],)`` for classification, of no and yes for labels
+        (``[n, C, 2]``), ``(mean [n, C], covariance)`` for regression, with covariances
+        ``[n, C, C]`` or, with ``diagonal_output``, ``[n, C]``.
 
     Raises:
         ValueError: For an unknown link or method.
@@ -102,15 +111,18 @@ def glm_predictions(
     check_link(link_approx)
     check_method(method)
     diagonal = diagonal_output if regression else needs_diagonal_only(link_approx, diagonal_output)
+    diagonal |= labels
     if method == "auto":
-        method = "samples" if predictor.prefers_samples(n_samples, diagonal) else "exact"
-    if method == "samples" and link_approx == "mc" and not regression and not diagonal:
+        method = predictor.chosen_method(x, n_samples, diagonal)
+    if method == "samples" and link_approx == "mc" and not regression and (labels or not diagonal):
         _, samples = predictor.samples(x, n_samples, generator)
         for drawn in samples:
-            yield (mean_log_probabilities(drawn),)
+            yield ((mean_label_log_probabilities if labels else mean_log_probabilities)(drawn),)
         return
     if method == "samples":
         result = predictor.sampled(x, n_samples, generator, diagonal)
+    elif method == "top":
+        result = predictor.top(x, diagonal)
     else:
         result = predictor(x, diagonal)
     covariance = result.covariance if predictor.many else result.covariance.unsqueeze(0)
@@ -118,13 +130,12 @@ def glm_predictions(
         for one in covariance:
             yield result.mean, one
         return
-    log_probs = class_log_probabilities(
-        result.mean,
-        covariance,
-        link_approx,
-        diagonal=diagonal,
-        n_samples=n_samples,
-        generator=generator,
-    )
+    options: dict[str, Any] = {"n_samples": n_samples, "generator": generator}
+    if labels:
+        log_probs = label_log_probabilities(result.mean, covariance, link_approx, **options)
+    else:
+        log_probs = class_log_probabilities(
+            result.mean, covariance, link_approx, diagonal=diagonal, **options
+        )
     for one in log_probs:
         yield (one,)

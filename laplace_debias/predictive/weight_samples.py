@@ -21,6 +21,7 @@ from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace_debias.data.inputs import Inputs, size_of, take
+from laplace_debias.network.calling import call_model
 from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.preserve import Change, held
 from laplace_debias.network.recorder import Recorder
@@ -36,9 +37,9 @@ _forward_mode_lock = threading.Lock()
 def posterior_step(eps: Tensor, block: EigenBlock, k: int) -> Tensor:
     r"""Turn standard normal numbers into posterior samples minus their mean.
 
-    :math:`P^{-1/2} \epsilon = Q_B \, [\, (Q_B^\top E Q_A) / \sqrt{\lambda + \delta_k} \,] \,
-    Q_A^\top`, with :math:`E` the numbers in the shape of the weight; for a single factor
-    :math:`Q \, [\, (Q^\top \epsilon) / \sqrt{\lambda + \delta_k} \,]`.
+    :math:`Q_B \, [\, E / \sqrt{\lambda + \delta_k} \,] \, Q_A^\top`, with :math:`E` the numbers in
+    the shape of the weight, drawn along the eigenvectors; for a single factor
+    :math:`Q \, [\, \epsilon / \sqrt{\lambda + \delta_k} \,]`.
 
     Args:
         eps: Standard normal numbers ``[S, D]``.
@@ -50,11 +51,11 @@ def posterior_step(eps: Tensor, block: EigenBlock, k: int) -> Tensor:
     """
     scale = (block.lam + block.delta[k]).rsqrt()
     if len(block.Q) == 1:
-        step = (eps @ block.Q[0] * scale) @ block.Q[0].T
+        step = (eps * scale) @ block.Q[0].T
     else:
         Q_B, Q_A = block.Q
         E = eps.unflatten(1, (len(Q_B), len(Q_A)))
-        step = Q_B @ (Q_B.T @ E @ Q_A * scale) @ Q_A.T
+        step = Q_B @ (E * scale) @ Q_A.T
     return step.reshape(len(eps), *block.param.shape).to(block.param.dtype)
 
 
@@ -155,13 +156,12 @@ class WeightSampler:
         size = max(1, min(n_samples, size))
         chunks = [take(x, slice(i, i + rows), key) for i in range(0, n, rows)]
         with torch.set_grad_enabled(self.keep_graph):
-            f = torch.cat([la.model(chunk) for chunk in chunks])
+            f = torch.cat([call_model(la.model, chunk) for chunk in chunks])
 
         def product(chunk: Inputs, step: list[Tensor]) -> Tensor:
             def at(weights: list[Tensor]) -> Tensor:
                 with substituted(zip(params, weights, strict=True)):
-                    outputs: Tensor = la.model(chunk)
-                return outputs
+                    return call_model(la.model, chunk)
 
             out: Tensor = jvp(at, (theta,), (step,))[1]
             return out
@@ -183,7 +183,7 @@ class WeightSampler:
         leaves = (m for m in self.la.model.modules() if not list(m.children()))
         recorder = Recorder(leaves, edges=False)
         with recorder.recording():
-            self.la.model(x)
+            call_model(self.la.model, x)
         calls = [call for found in recorder.calls.values() for call in found]
         return 4 * max(1, sum(call.shape.numel() * call.dtype.itemsize for call in calls))
 

@@ -43,6 +43,17 @@ def test_sampled_covariance_converges_to_the_exact_one(cls):
     assert errors[1] < errors[0] / 3
 
 
+def dense_root(la, delta):
+    """A matrix M with ``M M^T = P^-1``, in the eigenbasis of each of laplace-torch's blocks."""
+    parts = []
+    for values, vectors in zip(la.H.eigenvalues, la.H.eigenvectors, strict=True):
+        lam, U = values[0], vectors[0]
+        if len(values) == 2:
+            lam, U = torch.outer(*values).flatten(), torch.kron(*vectors)
+        parts.append(U / (la._H_factor * lam + delta).sqrt())
+    return torch.block_diag(*parts)
+
+
 @pytest.mark.parametrize("cls", [KronLaplace, KronLLLaplace])
 def test_samples_are_jacobian_times_step(cls):
     la, x = fitted_cnn(cls)
@@ -53,10 +64,12 @@ def test_samples_are_jacobian_times_step(cls):
     Js, _ = jacobians(x)
     eps = torch.stack([torch.randn(la.n_params, generator=generator) for _ in range(3)])
     for delta, got in zip((0.5, 5.0), samples, strict=True):
-        la.prior_precision = delta
-        steps = la.posterior_precision.bmm(eps, exponent=-0.5)
-        expected = f + torch.einsum("ncp,sp->snc", Js, steps)
+        root = dense_root(la, delta)
+        expected = f + torch.einsum("ncp,sp->snc", Js, eps @ root.T)
         torch.testing.assert_close(got, expected, **EXACT)
+        la.prior_precision = delta
+        covariance = la.posterior_precision.bmm(torch.eye(la.n_params), exponent=-1)
+        torch.testing.assert_close(root @ root.T, covariance, **EXACT)
 
 
 # PyTorch's forward mode looks through no_grad, see the module's docstring
@@ -68,8 +81,10 @@ def test_samples_of_every_layer_kind(name):
     f, samples = StructuredPredictor(la, 0.5).samples(x, 2, torch.Generator().manual_seed(1))
     generator = torch.Generator().manual_seed(1)
     eps = torch.stack([torch.randn(la.n_params, generator=generator) for _ in range(2)])
-    lam, U = torch.linalg.eigh(dense_precision(la, la.params, 0.5))
-    steps = eps @ (U / lam.sqrt()) @ U.T
+    root = dense_root(la, 0.5)
+    precision = dense_precision(la, la.params, 0.5)
+    torch.testing.assert_close(root @ root.T, precision.inverse(), **EXACT)
+    steps = eps @ root.T
     J = dense_jacobian(la.model, x, la.params)
     torch.testing.assert_close(samples[0], f + torch.einsum("ncp,sp->snc", J, steps), **EXACT)
 
@@ -95,9 +110,19 @@ def test_samples_follow_the_generator_and_not_the_budget(cls):
     assert torch.equal(torch.get_rng_state(), rng)
 
 
-def test_auto_takes_the_cheaper_way():
-    la, x = fitted_cnn()
-    assert linearized_predictive(la, x, method="auto", n_samples=100).method == "exact"
-    assert linearized_predictive(la, x, method="auto", n_samples=2).method == "samples"
-    ll, x = fitted_cnn(KronLLLaplace)
-    assert linearized_predictive(ll, x, method="auto", n_samples=2).method == "exact"
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("budget", [2**29, 2000, 1])  # all, three and one at once
+def test_samples_of_a_last_layer_do_not_depend_on_the_chunks(bias, budget):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2, bias))
+    la = KronLLLaplace(net, "regression", last_layer_name="2")
+    x = torch.randn(5, 3)
+    la.fit(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x[:, :2]), 5))
+
+    def drawn(memory_budget):
+        predictor = StructuredPredictor(la, [0.5, 5.0], memory_budget)
+        return predictor.samples(x, 7, torch.Generator().manual_seed(1))[1]
+
+    assert drawn(budget).shape == (2, 7, 5, 2)
+    torch.testing.assert_close(drawn(budget), drawn(2**29), **EXACT)
+    assert StructuredPredictor(la, [0.5]).samples(x)[1].shape == (1, 100, 5, 2)
