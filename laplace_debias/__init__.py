@@ -20,10 +20,13 @@ from laplace_debias.comparison import (
     compare,
 )
 from laplace_debias.debias import (
+    AutoOptions,
     CrossfitOptions,
     CurvatureBias,
+    CurvatureRecorder,
     ExpectedBias,
     FactorBias,
+    FitReport,
     LayerBias,
 )
 from laplace_debias.evaluation import (
@@ -32,9 +35,14 @@ from laplace_debias.evaluation import (
     EvaluationError,
     RegressionReport,
     SweepResult,
+    TuningResult,
+    Uncertainty,
     default_grid,
     evaluate,
+    far_inputs,
+    posterior_distance,
     sweep_prior_precision,
+    uncertainty,
 )
 from laplace_debias.kfac import HookEF, HookGGN
 from laplace_debias.network import (
@@ -58,7 +66,10 @@ __all__ = [
     "Laplace",
     "DebiasedKronLaplace",
     "DebiasedKronLLLaplace",
+    "AutoOptions",
     "CrossfitOptions",
+    "FitReport",
+    "CurvatureRecorder",
     "HookGGN",
     "HookEF",
     # the model
@@ -75,12 +86,17 @@ __all__ = [
     "SweepResult",
     "default_grid",
     "prior_precision_from_weight_decay",
+    "TuningResult",
     # evaluation
     "evaluate",
     "CalibrationReport",
     "ClassificationReport",
     "RegressionReport",
     "EvaluationError",
+    "uncertainty",
+    "Uncertainty",
+    "posterior_distance",
+    "far_inputs",
     "compare",
     "ComparisonResult",
     "CustomMethod",

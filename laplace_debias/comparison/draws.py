@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-__all__ = ["check_budgets", "draw_generator", "draw_loaders", "whole_loader"]
+from laplace_debias.data.reading import read
+from laplace_debias.network.preserve import evaluation_mode
+
+__all__ = ["check_budgets", "draw_generator", "draw_loaders", "n_outputs", "whole_loader"]
 
 
 def check_budgets(train_loader: DataLoader[Any], budgets: Sequence[int], n_draws: int) -> int:
@@ -110,3 +114,23 @@ def whole_loader(
         num_workers=getattr(train_loader, "num_workers", 0) if generator is None else 0,
         collate_fn=train_loader.collate_fn,
     )
+
+
+def n_outputs(model: nn.Module, train_loader: DataLoader[Any], key_y: str = "labels") -> int:
+    """Return the number C of a network's outputs, from the first datum.
+
+    Args:
+        model: The network, left as it was.
+        train_loader: Its dataset's first datum is read.
+        key_y: Key of the labels in mini-batches that are mappings.
+
+    Example:
+        >>> data = [(torch.zeros(2), 0)]
+        >>> n_outputs(nn.Linear(2, 3), DataLoader(data))
+        3
+    """
+    batch = train_loader.collate_fn([train_loader.dataset[0]])
+    device = next(model.parameters()).device
+    with torch.no_grad(), evaluation_mode(model):
+        ((X, _),) = read([batch], device, key_y)
+        return int(model(X).shape[-1])

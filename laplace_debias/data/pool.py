@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from laplace_debias.data.inputs import Batch, Inputs, Keys, take
+from laplace_debias.data.inputs import Batch, Inputs, Keys, concatenate, datum_shapes, take
+from laplace_debias.data.roles import TrainingData
 
-__all__ = ["MapStyle", "is_map_style", "segments"]
+__all__ = ["MapStyle", "Pool", "is_map_style", "segments"]
 
 
 def is_map_style(loader: Iterable[Any]) -> bool:
@@ -125,3 +126,89 @@ def segments(
             rows = slice(start, stop)
             yield number, take(X, rows, key), y[rows]
         seen += len(y)
+
+
+class Pool:
+    """Data that were read once and can be fetched again by their number, more of them on demand.
+
+    A map-style loader is asked for its order, and data are read again by position. A stream can be
+    read but once: its data are kept.
+
+    Args:
+        data: The loader and how to read it.
+        generator: Seeds the workers of a map-style loader, if any.
+
+    Attributes:
+        size: Number of data read so far.
+        ended: Whether there are no more.
+
+    Example:
+        >>> batches = [(torch.zeros(4, 1), torch.zeros(4)), (torch.ones(4, 1), torch.ones(4))]
+        >>> pool = Pool(TrainingData(batches, None, 8, torch.device("cpu")))
+        >>> [len(y) for _, y in pool.grow(3)], pool.size, pool.ended
+        ([4], 4, False)
+        >>> [(rows.tolist(), len(y)) for rows, (_, y) in pool.fetch(torch.tensor([2, 0]))]
+        [([0, 1], 2)]
+    """
+
+    def __init__(self, data: TrainingData, generator: torch.Generator | None = None) -> None:
+        self.data, self.size, self.ended = data, 0, False
+        self.map = MapStyle(data.loader, None, generator) if is_map_style(data.loader) else None
+        self._stream = iter(data.read()) if self.map is None else None
+        self._kept: list[Batch] = []
+        self._starts: list[int] = []
+
+    def grow(self, size: int) -> Iterator[Batch]:
+        """Read on until the pool has at least so many data, or there are no more.
+
+        Args:
+            size: Number of data; a stream's last mini-batch is read as a whole.
+
+        Yields:
+            The new mini-batches.
+        """
+        if self.map is not None:
+            new = range(self.size, min(size, len(self.map)))
+            for X, y in self.data.read(self.map.read(new)) if new else ():
+                self.size += len(y)
+                yield X, y
+            self.ended = self.size >= len(self.map)
+            return
+        while self.size < size and not self.ended:
+            batch = next(self._stream, None) if self._stream is not None else None
+            if batch is None:
+                self.ended = True
+                return
+            self._starts.append(self.size)
+            self._kept.append(batch)
+            self.size += len(batch[1])
+            yield batch
+
+    def fetch(self, rows: Tensor) -> Iterator[tuple[Tensor, Batch]]:
+        """Read data of the pool again.
+
+        Args:
+            rows: Their numbers ``[m]``; one may occur several times.
+
+        Yields:
+            Which of the ``rows`` a mini-batch holds, and the mini-batch.
+        """
+        if self.map is not None:
+            start = 0
+            for X, y in self.data.read(self.map.read(rows.tolist())):
+                yield torch.arange(start, start + len(y)), (X, y)
+                start += len(y)
+            return
+        key, size = self.data.key_x, max(len(y) for _, y in self._kept)
+        starts = torch.tensor(self._starts)
+        alike: dict[object, list[int]] = {}  # mini-batches may be padded to different lengths
+        which = torch.searchsorted(starts, rows.cpu(), right=True) - 1
+        for i, b in enumerate(which.tolist()):
+            alike.setdefault(datum_shapes(self._kept[b][0]), []).append(i)
+        for numbers in alike.values():
+            for part in torch.tensor(numbers).split(size):
+                found = [(int(which[i]), int(rows[i] - starts[which[i]])) for i in part]
+                X = concatenate(
+                    [take(self._kept[b][0], slice(j, j + 1), key) for b, j in found], key
+                )
+                yield part, (X, torch.cat([self._kept[b][1][j : j + 1] for b, j in found]))

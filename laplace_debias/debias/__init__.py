@@ -1,7 +1,10 @@
 """From factors to a spectrum: directions from some data, curvatures from others."""
 
+from laplace_debias.debias.auto import fit_auto
 from laplace_debias.debias.bias import CurvatureBias, LayerBias, curvature_bias
+from laplace_debias.debias.certificate import FitReport
 from laplace_debias.debias.crossfit import fit_crossfit
+from laplace_debias.debias.curvature_recorder import CurvatureRecorder
 from laplace_debias.debias.expected_bias import (
     ExpectedBias,
     FactorBias,
@@ -11,7 +14,9 @@ from laplace_debias.debias.expected_bias import (
 from laplace_debias.debias.few_rows import crossfit_rows, few_rows_from
 from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.folds import crossfit_factor, isotonic, null_tolerance
-from laplace_debias.debias.options import CrossfitOptions, even_parts
+from laplace_debias.debias.inverse import inverse_inflation, null_floor, resolvent_inflation
+from laplace_debias.debias.options import AutoOptions, CrossfitOptions, even_parts
+from laplace_debias.debias.pairs import draw_pairs, pair_scores
 from laplace_debias.debias.sampling import (
     DEFAULT_SHARE,
     WeightedDraw,
@@ -28,11 +33,14 @@ from laplace_debias.debias.spectrum import (
 from laplace_debias.debias.two_batch import fit_factors, fit_single, fit_two_batch
 
 __all__ = [
+    "AutoOptions",
     "CrossfitOptions",
     "CurvatureBias",
+    "CurvatureRecorder",
     "DEFAULT_SHARE",
     "ExpectedBias",
     "FactorBias",
+    "FitReport",
     "FitResult",
     "LayerBias",
     "WeightedDraw",
@@ -43,17 +51,23 @@ __all__ = [
     "curvature_bias",
     "curvature_order",
     "decompose",
+    "draw_pairs",
     "draw_weighted",
     "eigh_float64",
     "even_parts",
     "expected_bias",
     "expected_overestimation",
     "few_rows_from",
+    "fit_auto",
     "fit_crossfit",
     "fit_factors",
     "fit_single",
     "fit_two_batch",
+    "inverse_inflation",
     "isotonic",
+    "null_floor",
     "null_tolerance",
+    "pair_scores",
     "reevaluate",
+    "resolvent_inflation",
 ]

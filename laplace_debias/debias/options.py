@@ -1,38 +1,45 @@
-"""Names of the methods, and what a cross-fitted posterior is fitted on: folds, and their data."""
+"""Names of the methods, and the options of automatic and cross-fitted fits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace_debias.debias.curvature_recorder import CurvatureRecorder
 from laplace_debias.debias.sampling import checked_scores
 
 __all__ = [
+    "AUTO",
     "CROSSFIT",
     "SINGLE",
     "TWO_BATCH",
+    "AutoOptions",
     "CrossfitOptions",
     "ResolvedOptions",
     "debias_mode",
     "even_parts",
+    "method_options",
 ]
 
-TWO_BATCH, SINGLE, CROSSFIT = "two-batch", "single", "crossfit"
+TWO_BATCH, SINGLE, CROSSFIT, AUTO = "two-batch", "single", "crossfit", "auto"
 
 SAMPLINGS = ("uniform", "curvature")
+MIN_PASSES = 8
+"""Fewest backward passes of an automatic fit: two for each of its four groups."""
 
 
 def debias_mode(debias: bool | str) -> str:
     """The name of a debiasing method.
 
     Args:
-        debias: ``True`` or ``"two-batch"``, ``"crossfit"``, or ``"single"``.
+        debias: ``True`` or ``"two-batch"``, ``"auto"``, ``"crossfit"``, or ``"single"``.
 
     Returns:
-        ``"two-batch"``, ``"crossfit"`` or ``"single"``.
+        ``"two-batch"``, ``"auto"``, ``"crossfit"`` or ``"single"``.
 
     Raises:
         ValueError: For anything else.
@@ -43,14 +50,82 @@ def debias_mode(debias: bool | str) -> str:
     """
     if debias is True:
         return TWO_BATCH
-    if isinstance(debias, str) and debias in (TWO_BATCH, SINGLE, CROSSFIT):
+    if isinstance(debias, str) and debias in (TWO_BATCH, SINGLE, CROSSFIT, AUTO):
         return debias
     raise ValueError(
-        "Expected `debias` to be True or 'two-batch' (directions from one mini-batch, curvatures "
-        "from another), 'crossfit' (directions from all data drawn, curvatures from folds that "
-        "did not choose them), 'single' (one mini-batch for both, biased) or False "
-        f"(laplace-torch's own class), got {debias!r}. Remedy: `Laplace(model, ..., debias=True)`."
+        "Expected `debias` to be 'auto' (as many passes as a tolerance needs), True or 'two-batch' "
+        "(directions from one mini-batch, curvatures from another), 'crossfit' (directions from "
+        "all data drawn, curvatures from folds that did not choose them), 'single' (one "
+        "mini-batch for both, biased) or False (laplace-torch's own class), got "
+        f"{debias!r}. Remedy: `Laplace(model, ..., debias=True)`."
     )
+
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """Options of ``debias="auto"``.
+
+    Attributes:
+        tolerance: Estimated distance to the full-batch posterior at which the fit may stop;
+            ``None`` spends ``n_passes`` instead.
+        n_passes: Most backward passes, by default as many as the tolerance needs.
+        max_seconds: No round of passes is begun that would end later.
+        n_pool: Number of data in forward passes, for the input factors and the scores; by default
+            8 per backward pass, at least 2,048, or all there are.
+        scores: Scores of all data of the dataset, from training, by which data are drawn instead
+            (map-style datasets only), or the
+            :class:`~laplace_debias.debias.curvature_recorder.CurvatureRecorder` that has them.
+        generator: Source of the draws.
+
+    Raises:
+        ValueError: If a number or a combination is impossible.
+
+    Example:
+        >>> AutoOptions(tolerance=None, n_passes=576).pool_size(576)
+        4608
+    """
+
+    tolerance: float | None = 0.05
+    n_passes: int | None = None
+    max_seconds: float | None = None
+    n_pool: int | None = None
+    scores: Tensor | Sequence[float] | CurvatureRecorder | None = None
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without data."""
+        for name in ("tolerance", "max_seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0 < float(value) < float("inf"):
+                raise ValueError(
+                    f"Expected a positive, finite `{name}`, got {value!r}. Remedy: tolerance=0.05 "
+                    "asks for standard deviations within 5 % of the full batch's."
+                )
+        for name, least in (("n_passes", MIN_PASSES), ("n_pool", MIN_PASSES)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"Expected `{name}` as a whole number of at least {least}, got {value!r}. "
+                    "Remedy: pass a larger one, or leave it out."
+                )
+        if self.tolerance is None and self.n_passes is None:
+            raise ValueError(
+                "Expected `n_passes` with tolerance=None, got neither. Remedy: pass one of them."
+            )
+        if self.scores is not None:
+            scores = getattr(self.scores, "scores", self.scores)  # a recorder's
+            object.__setattr__(self, "scores", checked_scores(torch.as_tensor(scores)))
+
+    def pool_size(self, n_passes: int) -> int:
+        """Number of data in forward passes for so many backward passes."""
+        return self.n_pool or max(2048, 8 * n_passes)
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Names of the options of this method, as the posteriors' constructors take them."""
+        return tuple(f.name for f in fields(cls) if f.name != "generator")
 
 
 @dataclass(frozen=True)
@@ -184,3 +259,39 @@ def even_parts(n: int, k: int) -> list[int]:
         [3, 3, 2, 2]
     """
     return [n // k + (i < n % k) for i in range(k)]
+
+
+def method_options(
+    debias: str, kwargs: dict[str, Any], generator: torch.Generator | None
+) -> AutoOptions | CrossfitOptions | None:
+    """Take the options of a method out of a constructor's arguments.
+
+    Args:
+        debias: The method.
+        kwargs: The arguments, from which they are removed.
+        generator: Source of the draws.
+
+    Returns:
+        The method's options, ``None`` for a method that has none.
+
+    Raises:
+        ValueError: If there are options of another method.
+
+    Example:
+        >>> method_options("auto", {"tolerance": 0.1}, None).tolerance
+        0.1
+    """
+    kinds: dict[str, type[AutoOptions] | type[CrossfitOptions]]
+    kinds = {AUTO: AutoOptions, CROSSFIT: CrossfitOptions}
+    given = {n: kwargs.pop(n) for kind in kinds.values() for n in kind.names() if n in kwargs}
+    own = kinds[debias].names() if debias in kinds else ()
+    wrong = [name for name in given if name not in own]
+    if wrong:
+        fitting = " or ".join(
+            f"debias={word!r}" for word, kind in kinds.items() if {*wrong} <= {*kind.names()}
+        )
+        raise ValueError(
+            f"Expected {', '.join(map(repr, wrong))} with {fitting or 'other methods'} only, got "
+            f"debias={debias!r}. Remedy: leave them out, or choose the method they belong to."
+        )
+    return kinds[debias](generator=generator, **given) if debias in kinds else None

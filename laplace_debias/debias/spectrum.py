@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ class FitResult:
         loss: Loss of all N training data, as far as the data seen tell.
         n_data: Number N of training data that the curvature stands for.
         n_outputs: Number C of outputs of the network.
+        report: What the method has to say about the fit, if it says more than its cost.
     """
 
     Q: list[Block]
@@ -54,6 +55,7 @@ class FitResult:
     loss: Tensor
     n_data: int
     n_outputs: int
+    report: Any = None
 
     def decomposed(
         self, dtype: torch.dtype, damping: bool = False, transposed: Sequence[bool] = ()

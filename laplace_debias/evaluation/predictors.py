@@ -27,6 +27,7 @@ from laplace_debias.predictive.predictions import (
     Predictor,
     check_method,
     glm_predictions,
+    logit_temperature_of,
 )
 
 __all__ = [
@@ -176,7 +177,7 @@ def run_sweep(
     n_samples: int,
     method: str | None = None,
     generator: torch.Generator | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
 ) -> int:
     """Predict for every batch and grid point; hand each prediction to ``update(i, prediction, y)``.
 
@@ -193,7 +194,7 @@ def run_sweep(
         method: ``"exact"``, ``"top"``, ``"samples"`` or ``"auto"``; by default what the posterior
             says (``la.predictive_method``), for laplace-torch's own classes ``"auto"``.
         generator: Random number generator for samples.
-        progress_bar: Show a progress bar over batches.
+        progress_bar: Show a progress bar; by default on a terminal, if it takes some seconds.
 
     Returns:
         The number of data.
@@ -206,9 +207,10 @@ def run_sweep(
     way = str(method or getattr(la, "predictive_method", "auto"))
     check_method(way)
     n_data, likelihood = 0, likelihood_name(la.likelihood)
-    title = "[Sweep]" if progress_bar else None
     with torch.no_grad():
-        for x, y in read(loader, device_of(la), la.dict_key_y, progress=title):
+        for x, y in read(
+            loader, device_of(la), la.dict_key_y, progress="[Sweep]", progress_bar=progress_bar
+        ):
             predictions = glm_predictions(
                 predictor,
                 x,
@@ -218,6 +220,7 @@ def run_sweep(
                 n_samples=n_samples,
                 method=way,
                 generator=generator,
+                logit_temperature=logit_temperature_of(la),
             )
             for i, prediction in enumerate(predictions):
                 update(i, *for_metrics(prediction, y, likelihood))

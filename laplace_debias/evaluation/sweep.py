@@ -47,7 +47,7 @@ def sweep_prior_precision(
     method: str | None = None,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
     generator: torch.Generator | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
 ) -> SweepResult:
     """Evaluate the linearised predictive for many prior precisions in one pass over the data.
 
@@ -70,7 +70,7 @@ def sweep_prior_precision(
             :func:`laplace_debias.linearized_predictive`; by default ``la.predictive_method``.
         memory_budget: Bytes to stay within.
         generator: Random number generator for samples; all grid points share the same numbers.
-        progress_bar: Show a progress bar over batches.
+        progress_bar: Show a progress bar; by default on a terminal, if it takes some seconds.
 
     Returns:
         A :class:`SweepResult`.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -123,7 +123,7 @@ class Engine:
             )
         self.names = tuple(p.name for p in self.owned)
         layers = {layer: None for p in self.owned for layer in p.layers}  # an ordered set
-        self._layers = list(layers)
+        self.layers = list(layers)
         found = {module: name for name, module in self.root.named_modules()}
         self._layer_names = {layer: found[layer] or "the model" for layer in layers}
 
@@ -133,7 +133,7 @@ class Engine:
         y: Tensor | None = None,
         weights: Tensor | None = None,
         *,
-        inputs: bool = True,
+        inputs: bool | Container[str] = True,
         outputs: bool = True,
         rows_from: float = math.inf,
         count_rows: bool = False,
@@ -145,7 +145,7 @@ class Engine:
             y: Targets, ``[n]`` class indices or ``[n, C]`` values. Needed for the loss and for the
                 empirical Fisher.
             weights: Non-negative weight ``[n]`` of each datum in B and in the loss; 1 by default.
-            inputs: Whether to compute A.
+            inputs: Whether to compute A, or the names of the weights that get one.
             outputs: Whether to compute B, which takes backward passes. Without, the network's
                 outputs are kept instead.
             rows_from: Keep the rows of linear layers of at least that many inputs, if they see one
@@ -161,6 +161,8 @@ class Engine:
                 or weights do not fit.
         """
         weights_only = [p for p in self.owned if p.role == "weight" and not p.scales]
+        if not isinstance(inputs, bool):
+            weights_only, inputs = [p for p in weights_only if p.name in inputs], True
         grams = {p.name: InputGram(self.kfac_approx, p.name) for p in weights_only if inputs}
         listeners: dict[nn.Module, list[InputGram]] = {}
         for p in weights_only if inputs else ():
@@ -188,14 +190,14 @@ class Engine:
                 kept = a.to(torch.promote_types(a.dtype, torch.float32), copy=True)
                 rows.setdefault(layer, []).append(kept)
 
-        recorder = Recorder(self._layers, on_input=on_input)
+        recorder = Recorder(self.layers, on_input=on_input)
         with self.cost.stage("passes"), evaluation_mode(self.root):
             x = X if self.embed is None else self.embed(X)
             with torch.set_grad_enabled(outputs), recorder.recording():
                 f = check_outputs(call_model(self.root, x))
             n, C = f.shape
             self._check_first(f.detach())
-            self._check_called(recorder, outputs)
+            self.check_called(recorder, outputs)
             white = f.detach()
             if y is not None:
                 check_targets(y, f.shape, self.likelihood)
@@ -278,13 +280,13 @@ class Engine:
         if self._knows_hessian and not counters:  # at the output B needs no backward pass
             ends = [
                 x
-                for x in self._layers
+                for x in self.layers
                 if is_kfac_layer(x) and [c.is_output(f) for c in recorder.calls[x]] == [True]
             ]
             if ends:
                 H = len(f) * mean_loss_hessian(f.detach(), self.likelihood, weights)
                 known = dict.fromkeys(ends, H.to(torch.promote_types(f.dtype, torch.float32)))
-        layers = [layer for layer in self._layers if layer not in known]
+        layers = [layer for layer in self.layers if layer not in known]
         if not layers:
             return 0, {p.name: _total([known[m] for m in p.layers]) for p in self.owned}
         self._choose_fisher(f.shape[1])
@@ -300,7 +302,7 @@ class Engine:
         }
         scales = {p.name: NormGram(p, f) for p in self.owned if p.scales}
         calls = [call for layer in layers for call in recorder.calls[layer]]
-        edges = [call.edge for call in calls if call.edge is not None]  # all, see _check_called
+        edges = [call.edge for call in calls if call.edge is not None]  # all, see check_called
         for k, v in enumerate(V):
             gradients = torch.autograd.grad(
                 f,
@@ -309,8 +311,8 @@ class Engine:
                 retain_graph=k + 1 < len(V),
                 allow_unused=True,  # None: the output does not depend on the layer
             )
-            found: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self._layers}
-            of_call: dict[nn.Module, list[Tensor | None]] = {layer: [] for layer in self._layers}
+            found: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self.layers}
+            of_call: dict[nn.Module, list[Tensor | None]] = {layer: [] for layer in self.layers}
             for call, g in zip(calls, gradients, strict=True):
                 of_call[call.module].append(g)
                 if g is not None:
@@ -367,7 +369,7 @@ class Engine:
         )
         self.fisher = "mc"
 
-    def _check_called(self, recorder: Recorder, outputs: bool) -> None:
+    def check_called(self, recorder: Recorder, outputs: bool) -> None:
         """Raise if a layer was never called so far, or called without gradients."""
         self.reached |= {
             p.name for p in self.owned if all(recorder.calls[layer] for layer in p.layers)

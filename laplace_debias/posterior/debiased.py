@@ -24,10 +24,21 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.reading import on_device, read
 from laplace_debias.data.roles import TrainingData, training_size
+from laplace_debias.debias.auto import fit_auto
 from laplace_debias.debias.bias import CurvatureBias, curvature_bias
+from laplace_debias.debias.certificate import FitReport, report_of
 from laplace_debias.debias.crossfit import fit_crossfit
 from laplace_debias.debias.expected_bias import ExpectedBias, expected_bias_of
-from laplace_debias.debias.options import CROSSFIT, SINGLE, TWO_BATCH, CrossfitOptions, debias_mode
+from laplace_debias.debias.options import (
+    AUTO,
+    CROSSFIT,
+    SINGLE,
+    TWO_BATCH,
+    AutoOptions,
+    CrossfitOptions,
+    debias_mode,
+    method_options,
+)
 from laplace_debias.debias.spectrum import FitResult, rebuild
 from laplace_debias.debias.two_batch import FactorEngine, fit_single, fit_two_batch
 from laplace_debias.evaluation.grid_search import Loss, gridsearch_prior_precision
@@ -51,6 +62,7 @@ from laplace_debias.network.upstream import (
     backend_of,
     device_of,
     dtype_of,
+    hessian_factor,
     is_last_layer,
     kron_of,
     last_layer_of,
@@ -60,6 +72,7 @@ from laplace_debias.network.upstream import (
 )
 from laplace_debias.network.verify import verify_last_layer, verify_layers
 from laplace_debias.posterior.state import check_parameters, load_state, save_state
+from laplace_debias.posterior.tuned import Tuned
 from laplace_debias.predictive.eigenblocks import check_prior_precision
 from laplace_debias.predictive.links import (
     check_n_samples,
@@ -81,12 +94,12 @@ else:
     _Base = object
 
 
-class DebiasedPosterior(PrivateProtocol, _Base):
+class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
     """What both debiased classes share; comes before laplace-torch's class in the bases.
 
     Attributes:
-        debias: ``"two-batch"``, ``"crossfit"`` or ``"single"``.
-        crossfit: What ``debias="crossfit"`` fits on.
+        debias: ``"auto"``, ``"two-batch"``, ``"crossfit"`` or ``"single"``.
+        options: Options of ``"auto"`` and ``"crossfit"``, ``None`` for other methods.
         kfac_approx: How positions (pixels, tokens) are summed: ``"expand"``, ``"reduce"`` or
             ``"backpack"``, see :mod:`laplace_debias.kfac.grams`.
         fisher: Which vectors are propagated back: ``"exact"`` (all of them), ``"mc"`` (one random
@@ -95,6 +108,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         sampler: How ``fisher="mc"`` draws: ``"trace"``, or ``"label"`` as the textbook.
         generator: Source of all draws of a fit.
         fit_cost: Passes and seconds of the last fit.
+        fit_report: The same in words, with the estimated distance to a full-batch fit.
         predictive_method: How predictions and sweeps get their moments: ``"exact"``; ``"top"``
             (exact variances of the classes that carry the probability); ``"samples"`` (of the
             weights, through the linearised network); ``"auto"`` (exact, unless that is dear).
@@ -113,8 +127,9 @@ class DebiasedPosterior(PrivateProtocol, _Base):
     """
 
     debias: str
-    crossfit: CrossfitOptions | None = None
+    options: AutoOptions | CrossfitOptions | None = None
     fit_cost: FitCost | None = None
+    fit_report: FitReport | None = None
     predictive_method: str = "auto"
     memory_budget: int = DEFAULT_MEMORY_BUDGET
     _fitted: FitResult | None = None
@@ -144,18 +159,12 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         self.verify = verify
         self.data_keys = None if data_keys is None else tuple(data_keys)
         self.kfac_approx, self.sampler, self.generator = kfac_approx, sampler, generator
-        given = {name: kwargs.pop(name) for name in CrossfitOptions.names() if name in kwargs}
-        if given and self.debias != CROSSFIT:
-            raise ValueError(
-                f"Expected {', '.join(map(repr, given))} with debias='crossfit' only, got "
-                f"debias={self.debias!r}. Remedy: `Laplace(model, ..., debias='crossfit', ...)`."
-            )
-        if self.debias == CROSSFIT:
-            self.crossfit = CrossfitOptions(generator=generator, **given)
-            if backend is not None and not issubclass(backend, HookInterface):
+        self.options = method_options(self.debias, kwargs, generator)
+        if self.options is not None and backend is not None:
+            if not issubclass(backend, HookInterface):
                 raise ValueError(
-                    "Expected the backend HookGGN or HookEF with debias='crossfit', which weights "
-                    f"each datum, got {backend.__name__}. Remedy: leave `backend` out."
+                    f"Expected the backend HookGGN or HookEF with debias={self.debias!r}, which "
+                    f"weights each datum, got {backend.__name__}. Remedy: leave `backend` out."
                 )
         labels = likelihood_name(likelihood) == "bernoulli"
         if labels and backend is not None and not issubclass(backend, HookInterface):
@@ -192,6 +201,11 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         kwargs["backend_kwargs"] = dict(kwargs.get("backend_kwargs") or {})
         self.fisher = self._chosen_fisher(backend, fisher, kwargs["backend_kwargs"])
         self._exact_up_to = MOST_EXACT_OUTPUTS if fisher is None else math.inf
+        if self.debias == AUTO and self.fisher != "exact":
+            raise ValueError(
+                "Expected the exact curvature with debias='auto', whose draws are of its own, got "
+                f"fisher={self.fisher!r}. Remedy: leave `fisher` and `backend` out."
+            )
         # convolutions in the features are no concern of a last layer's factors
         all_layers = not issubclass(type(self), LLLaplace)
         types = SUPPORTED_TYPES
@@ -256,7 +270,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         self,
         train_loader: Iterable[Any],
         override: bool = True,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         *,
         curvature_loader: Iterable[Any] | None = None,
         n_data: int | None = None,
@@ -267,9 +281,9 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         rest is not read. Two loaders: all of ``train_loader`` gives the directions, all of
         ``curvature_loader`` the curvatures, of any two sizes. With ``debias="single"`` everything
         in ``train_loader`` gives both; hand over ``next(iter(train_loader))`` and ``n_data`` for
-        one mini-batch. With ``debias="crossfit"`` the first ``n_folds`` mini-batches are the
-        folds, unless the options given to the constructor say otherwise. The M data of each role
-        stand for all N training data:
+        one mini-batch. With ``debias="auto"`` data are scored by forward passes, and drawn for
+        backward passes in rounds. With ``debias="crossfit"`` the first ``n_folds`` mini-batches are
+        the folds, unless its options say otherwise. The M data of each role stand for all N:
 
         .. math:: H = U \,\mathrm{diag}(\mathrm{diag}(U^\top K_2 U))\, U^\top, \qquad
                   K_1 = U \Lambda U^\top,
@@ -279,7 +293,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
 
         The model is left as it was (laplace-torch's attribute ``output_size`` is set on it); if
         anything raises, this object is left as it was, too. Afterwards ``fit_cost`` tells the
-        passes and seconds spent.
+        passes and seconds spent, and ``fit_report`` in words.
 
         Args:
             train_loader: A loader of mini-batches ``(X, y)`` or mappings, any iterable of them, or
@@ -299,10 +313,10 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 f"Expected no `curvature_loader` with debias={self.debias!r}, which takes all data "
                 "from `train_loader`; got one. Remedy: use debias=True."
             )
-        if not override and self.debias == CROSSFIT:
+        if not override and self.options is not None:
             raise ValueError(
-                "Expected `override=True` with debias='crossfit', whose folds are gone after a "
-                "fit; got False. Remedy: fit on all data at once, or use debias=True."
+                f"Expected `override=True` with debias={self.debias!r}, whose draws are gone after "
+                "a fit; got False. Remedy: fit on all data at once, or use debias=True."
             )
         N = training_size(train_loader, curvature_loader, n_data)
         train_loader = self._prepare(train_loader, override)
@@ -318,13 +332,24 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 cast,
                 check if self.verify else None,
             )
-            if self.crossfit is not None and isinstance(engine, Engine):
-                fitted = fit_crossfit(engine, data, self.crossfit, progress_bar=progress_bar)
+            if isinstance(self.options, AutoOptions) and isinstance(engine, Engine):
+                ridges = self._ridges(len(engine.names))
+                fitted = fit_auto(
+                    engine, data, self.options, ridges, progress_bar=bool(progress_bar)
+                )
+            elif isinstance(self.options, CrossfitOptions) and isinstance(engine, Engine):
+                fitted = fit_crossfit(engine, data, self.options, progress_bar=progress_bar)
             else:
                 method = fit_two_batch if self.debias == TWO_BATCH else fit_single
                 fitted = method(engine, data, past=past, progress_bar=progress_bar)
         self.take_over(fitted)
         self.fit_cost = engine.cost
+        self.fit_report = fitted.report or report_of(self.debias, engine.cost, N)
+
+    def _ridges(self, n_blocks: int) -> Tensor:
+        """Prior precision over the Hessian factor, per block."""
+        prior = torch.as_tensor(self.prior_precision).detach().double().reshape(-1)
+        return (prior / hessian_factor(self).detach().double()).expand(n_blocks)
 
     @contextmanager
     def _engine(
@@ -448,13 +473,13 @@ class DebiasedPosterior(PrivateProtocol, _Base):
 
         Raises:
             AttributeError: Before ``fit``.
-            ValueError: With ``debias="single"``, where nothing was measured a second time.
+            ValueError: With ``"single"`` and ``"auto"``, where nothing is measured a second time.
         """
         fitted = self._posterior()
-        if self.debias == SINGLE:
+        if self.debias in (SINGLE, AUTO):
             raise ValueError(
-                "Expected a debiased fit, got debias='single', which measures every curvature "
-                "once, on the data that chose its direction. Remedy: fit with debias=True."
+                f"Expected a debiased fit, got debias={self.debias!r}, which measures curvatures "
+                "once, on the data that chose their directions. Remedy: fit with debias=True."
             )
         return curvature_bias(self.parameter_names, fitted.lam, fitted.lam_tilde, fraction)
 
@@ -626,8 +651,10 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         pred_type, link_approx = self._checked_options(pred_type, link_approx, generator)
         if pred_type == "nn":
             samples = self.network_samples(x, n_samples, generator, **model_kwargs)
-            labels = self._predicts_labels()
-            return (mean_label_log_probabilities if labels else mean_log_probabilities)(samples)
+            mean = (
+                mean_label_log_probabilities if self._predicts_labels() else mean_log_probabilities
+            )
+            return mean(samples / self.logit_temperature)
         options = (n_samples, diagonal_output, generator)
         return self._glm_prediction(x, link_approx, *options, values=False)[0]
 
@@ -678,6 +705,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             generator=generator,
             diagonal_output=diagonal_output,
             labels=self._predicts_labels() and not values,
+            logit_temperature=self.logit_temperature,
         )
         return prediction
 
@@ -710,10 +738,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
 
     def predictive_samples(self, *args: Any, **kwargs: Any) -> Tensor:
         """Samples of the predictive, ``[S, n, C]``; see laplace-torch."""
-        self.check_fitted()
-        if self._predicts_labels():
-            return self._inverse_link(self.functional_samples(*args, **kwargs))
-        return super().predictive_samples(*args, **kwargs)
+        return self._inverse_link(self.functional_samples(*args, **kwargs))
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Weight samples ``[S, P]`` from the posterior; see laplace-torch."""
@@ -761,8 +786,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
     def _inverse_link(self, fs: Tensor) -> Tensor:
         """Probabilities of sampled outputs, or the outputs themselves."""
         if self._predicts_labels():
-            return torch.sigmoid(fs)
-        return fs if self._predicts_values() else torch.softmax(fs, dim=-1)
+            return torch.sigmoid(fs / self.logit_temperature)
+        return fs if self._predicts_values() else self.probabilities(fs)
 
     def optimize_prior_precision(
         self,
@@ -780,7 +805,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         link_approx: str = "probit",
         n_samples: int = 100,
         verbose: bool = False,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         log_prior_prec_base: float = 10.0,
     ) -> None:
         """Choose the prior precision, as laplace-torch does.
@@ -842,7 +867,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                     prior_structure,
                     val_loader,
                     verbose=verbose,
-                    progress_bar=progress_bar,
+                    progress_bar=bool(progress_bar),
                 )
         except BaseException:
             self.prior_precision = before

@@ -46,7 +46,8 @@ class DebiasedKronLaplace(DebiasedPosterior, KronLaplace):
         likelihood: ``"classification"``, ``"regression"``, or ``"bernoulli"`` (one logit, or many
             labels, with targets in [0, 1] of the outputs' shape).
         *args: Further arguments of ``laplace.KronLaplace``.
-        debias: ``True`` or ``"two-batch"`` for the debiased posterior, ``"crossfit"`` for the
+        debias: ``"auto"`` for a fit to a tolerance, ``True`` or ``"two-batch"`` for the debiased
+            posterior, ``"crossfit"`` for the
             cross-fitted one, ``"single"`` for the biased one of the same data.
         **kwargs: Further arguments of ``laplace.KronLaplace``; ``backend`` defaults to
             :class:`~laplace_debias.kfac.backend.HookGGN`. With ``debias="crossfit"`` also the
@@ -79,7 +80,8 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):  # type: ignore[m
         likelihood: ``"classification"``, ``"regression"``, or ``"bernoulli"`` (one logit, or many
             labels, with targets in [0, 1] of the outputs' shape).
         *args: Further arguments of ``laplace.KronLLLaplace``.
-        debias: ``True`` or ``"two-batch"`` for the debiased posterior, ``"crossfit"`` for the
+        debias: ``"auto"`` for a fit to a tolerance, ``True`` or ``"two-batch"`` for the debiased
+            posterior, ``"crossfit"`` for the
             cross-fitted one, ``"single"`` for the biased one of the same data.
         **kwargs: Further arguments of ``laplace.KronLLLaplace``; ``backend`` defaults to
             :class:`~laplace_debias.kfac.backend.HookGGN`. With ``debias="crossfit"`` also the
@@ -193,8 +195,12 @@ def Laplace(
             ``debias=False``).
         hessian_structure: ``"kron"`` for debiased approximations.
         *args: Handed to the class.
-        debias: ``False`` is laplace-torch, unchanged. ``True`` or ``"two-batch"`` keeps the
-            eigenbasis of one mini-batch and measures the curvature along it on another.
+        debias: ``False`` is laplace-torch, unchanged. ``"auto"`` makes as many backward passes as
+            it takes to come within ``tolerance`` (0.05: 5 %) of the full batch's predictive
+            standard deviations, and says in ``la.fit_report`` how near it came; its options are
+            ``tolerance``, ``n_passes``, ``max_seconds``, ``n_pool`` and ``scores``, see
+            :class:`~laplace_debias.debias.options.AutoOptions`. ``True`` or ``"two-batch"`` keeps
+            the eigenbasis of one mini-batch and measures the curvature along it on another.
             ``"crossfit"`` takes the eigenbasis of all data drawn and measures on the folds that
             did not choose it; its options are ``n_folds``, ``sampling="curvature"`` (draw the
             data that carry curvature), ``n_curvature``, ``n_input``, ``n_pool``, ``scores`` and

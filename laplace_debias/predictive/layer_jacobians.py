@@ -7,7 +7,7 @@ This is where the maths of :mod:`laplace_debias.predictive.contractions` meets t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -112,6 +112,8 @@ class LayerJacobians:
         posteriors: Sequence[list[EigenBlock]],
         at_once: int | None = None,
         choose: Callable[[Tensor], Tensor] | None = None,
+        *,
+        apart: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the outputs ``[n, C]`` and, per posterior, the sum of its blocks' contractions.
 
@@ -126,6 +128,7 @@ class LayerJacobians:
                 outputs in different parts take their passes once per pair of parts.
             choose: For ``"variance"``: turns outputs into the classes ``[n, m]`` whose variances
                 are exact. Those of all others are the output layer's alone.
+            apart: Whether to leave the blocks apart, ``[n_blocks, ...]``, instead of their sum.
         """
         capture = run(self.model, x, self.modules, self.keep_graph)
         n, C = capture.f.shape
@@ -142,14 +145,14 @@ class LayerJacobians:
             elif found:
                 sources[i] = found
         self._warn(slow)
-        moments = partial(self._moments, x, capture, mode, posteriors, sources, others)
+        moments = partial(self._moments, x, capture, mode, posteriors, sources, others, apart)
         classes = all_classes(capture.f) if choose is None else choose(capture.f)
         if mode == "joint" or at_once is None or at_once >= classes.shape[1]:
             totals = moments(classes)
         elif mode == "variance":
             parts = classes.split(at_once, dim=1)
             pieces = [moments(part, i + 1 == len(parts)) for i, part in enumerate(parts)]
-            totals = [torch.cat(column, dim=1) for column in zip(*pieces, strict=True)]
+            totals = [torch.cat(c, dim=1 + apart) for c in zip(*pieces, strict=True)]
         else:
             totals = _by_pairs(moments, classes.split(max(1, at_once // 2), dim=1))
         if choose is not None:
@@ -168,6 +171,7 @@ class LayerJacobians:
         posteriors: Sequence[list[EigenBlock]],
         sources: dict[int, list[Source]],
         others: list[int],
+        apart: bool,
         classes: Tensor,
         last: bool = True,
     ) -> list[Tensor]:
@@ -185,16 +189,17 @@ class LayerJacobians:
         ]
         totals = []
         for number, blocks in enumerate(posteriors):
-            parts = [moments[number] for moments in structured]
+            parts = {i: moments[number] for i, moments in zip(sources, structured, strict=True)}
             for i, J in jacobians.items():
                 chunks = maths.dense_jacobians(
                     J.to(blocks[i].lam.dtype), blocks[i].Q, mode == "joint"
                 )
-                parts.append(maths.contract(chunks, blocks[i].inverses, mode))
-            if not parts:  # no parameter has any influence
-                shape = {"variance": (n, m), "covariance": (n, m, m), "joint": (n * m, n * m)}
-                parts = [blocks[0].lam.new_zeros(*shape[mode], len(blocks[0].delta))]
-            totals.append(sum(parts[1:], parts[0])[..., : len(blocks[0].delta)])
+                parts[i] = maths.contract(chunks, blocks[i].inverses, mode)
+            k, names = len(blocks[0].delta), range(len(blocks)) if apart or not parts else parts
+            shape = {"variance": (n, m), "covariance": (n, m, m), "joint": (n * m, n * m)}[mode]
+            nothing = blocks[0].lam.new_zeros(()).expand(*shape, k)  # parameter without influence
+            kept = [parts.get(i, nothing)[..., :k] for i in names]
+            totals.append(torch.stack(kept) if apart else sum(kept[1:], kept[0]))
         return totals
 
     def _output_layer(self, capture: Capture) -> dict[int, LayerCall]:
@@ -308,13 +313,8 @@ class LayerJacobians:
                     sides = [maths.input_side(a, w) for w in block.inverses(input_first=True)]
                     results.append(maths.contract([g], partial(iter, sides), mode))
                 return results
-            inverses = [partial(_rows_of, block) for block in blocks]
+            inverses = [lambda rows, b=block: b.inverses(rows=rows) for block in blocks]
             return maths.weight_moments(inputs, G, bases, inverses, mode)
-
-
-def _rows_of(block: EigenBlock, rows: slice) -> Iterable[Tensor]:
-    """Posterior variances of some output directions of a weight."""
-    return block.inverses(rows=rows)
 
 
 def _by_pairs(

@@ -66,6 +66,19 @@ class Predictor(Protocol):
         ...
 
 
+def logit_temperature_of(la: Any) -> float:
+    """What a Laplace approximation's logits are divided by; 1 for laplace-torch's own.
+
+    Args:
+        la: A Laplace approximation, ours or laplace-torch's.
+
+    Example:
+        >>> logit_temperature_of(object())
+        1.0
+    """
+    return float(getattr(la, "logit_temperature", 1.0))
+
+
 def check_method(method: str) -> None:
     """Raise a ``ValueError`` for an unknown method."""
     if method not in METHODS:
@@ -85,6 +98,7 @@ def glm_predictions(
     generator: torch.Generator | None = None,
     diagonal_output: bool = False,
     labels: bool = False,
+    logit_temperature: float = 1.0,
 ) -> Iterator[Prediction]:
     """Yield one prediction per prior precision of the predictor.
 
@@ -99,6 +113,8 @@ def glm_predictions(
         generator: Random number generator for samples, shared by all prior precisions.
         diagonal_output: Leave out covariances between outputs.
         labels: Whether every output is a yes-or-no label of its own (Bernoulli).
+        logit_temperature: T, by which logits are divided: their means by T, their (co)variances by
+            its square. Regression knows none.
 
     Yields:
         ``(log-probabilities [n, C],)`` for classification, of no and yes for labels
@@ -117,7 +133,8 @@ def glm_predictions(
     if method == "samples" and link_approx == "mc" and not regression and (labels or not diagonal):
         _, samples = predictor.samples(x, n_samples, generator)
         for drawn in samples:
-            yield ((mean_label_log_probabilities if labels else mean_log_probabilities)(drawn),)
+            link = mean_label_log_probabilities if labels else mean_log_probabilities
+            yield (link(drawn / logit_temperature),)
         return
     if method == "samples":
         result = predictor.sampled(x, n_samples, generator, diagonal)
@@ -130,12 +147,12 @@ def glm_predictions(
         for one in covariance:
             yield result.mean, one
         return
+    mean, covariance = result.mean / logit_temperature, covariance / logit_temperature**2
     options: dict[str, Any] = {"n_samples": n_samples, "generator": generator}
     if labels:
-        log_probs = label_log_probabilities(result.mean, covariance, link_approx, **options)
+        log_probs = label_log_probabilities(mean, covariance, link_approx, **options)
     else:
-        log_probs = class_log_probabilities(
-            result.mean, covariance, link_approx, diagonal=diagonal, **options
-        )
+        options["diagonal"] = diagonal
+        log_probs = class_log_probabilities(mean, covariance, link_approx, **options)
     for one in log_probs:
         yield (one,)

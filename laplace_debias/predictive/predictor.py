@@ -217,6 +217,20 @@ class StructuredPredictor:
         best = min(costs, key=lambda name: costs[name])
         return best if 5 * costs[best] < exact else "exact"
 
+    def apart(self, x: Inputs, diagonal_output: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the outputs ``[n, C]`` and what each block adds to their exact (co)variances.
+
+        The latter is ``[n_blocks, n, C, C, k]``, with ``diagonal_output`` ``[n_blocks, n, C, k]``.
+        """
+        x, mode = self._inputs(x), "variance" if diagonal_output else "covariance"
+        with differentiable(self.la.model, self.params):
+            if is_last_layer(self.la):
+                f, moments = self._last_layer(x, mode, apart=True)
+            else:
+                f, (moments,) = self._all_layers(x, mode, [self.blocks], apart=True)
+        c = self._coefficients
+        return f.detach(), moments.detach() if c is None else moments.detach() @ c
+
     def _inputs(self, x: Inputs) -> Inputs:
         """Bring tensors to the model's device, out of inference mode."""
         if not isinstance(x, INPUT_TYPES):
@@ -244,6 +258,8 @@ class StructuredPredictor:
         mode: str,
         posteriors: Sequence[list[EigenBlock]],
         choose: Callable[[Tensor], Tensor] | None = None,
+        *,
+        apart: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """Contract chunk by chunk of data; a joint covariance takes all data at once.
 
@@ -254,26 +270,27 @@ class StructuredPredictor:
         C = self.la.n_outputs if choose is None else min(N_TOP, self.la.n_outputs)
         size = n if mode == "joint" else max(1, self.memory_budget // (held + C * per_output))
         at_once = max(1, min(C, (self.memory_budget - held) // per_output))
-        options = (at_once if mode != "joint" and size == 1 else None, choose)
+        options = (at_once if mode != "joint" and size == 1 and not apart else None, choose)
         if size >= n:
-            return self._layers.contract(x, mode, posteriors, *options)
+            return self._layers.contract(x, mode, posteriors, *options, apart=apart)
         size = -(-n // -(-n // size))  # chunks of one size: a small last one costs more per datum
         parts = []
         for start in range(0, n, size):
             rows = take(x, slice(start, start + size), key)
-            f, moments = self._layers.contract(rows, mode, posteriors, *options)
+            f, moments = self._layers.contract(rows, mode, posteriors, *options, apart=apart)
             parts.append((f if self.keep_graph else f.detach(), moments))
         columns = zip(*(moments for _, moments in parts), strict=True)
-        return torch.cat([f for f, _ in parts]), [torch.cat(column) for column in columns]
+        return torch.cat([f for f, _ in parts]), [torch.cat(c, dim=int(apart)) for c in columns]
 
-    def _last_layer(self, x: Inputs, mode: str) -> tuple[Tensor, Tensor]:
+    def _last_layer(self, x: Inputs, mode: str, apart: bool = False) -> tuple[Tensor, Tensor]:
         """The closed form of a last layer, from its features."""
         if not self._verified:
             verify_last_layer(self.la.model, x, row_keys(self.la), self.la.dict_key_y)
         self._verified = True
         with torch.set_grad_enabled(self.keep_graph):
             f, phi = outputs_and_features(feature_extractor(self.la.model), x)
-            return f, last_layer_moments(self.blocks, f, phi.to(self.deltas.dtype), mode)
+            phi = phi.to(self.deltas.dtype)
+            return f, last_layer_moments(self.blocks, f, phi, mode, apart=apart)
 
 
 class SharedPredictor:

@@ -12,7 +12,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from laplace_debias.data.pool import MapStyle, is_map_style, segments
+from laplace_debias.data.pool import MapStyle, Pool, is_map_style, segments
+from laplace_debias.data.roles import TrainingData
 
 
 class Stream(IterableDataset):
@@ -88,3 +89,33 @@ def test_reading_draws_nothing_from_the_global_generator_if_one_is_given(workers
     pool = MapStyle(loader, generator=torch.Generator().manual_seed(0))
     assert len(list(pool.read())) == 2
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_pool_grows_and_is_fetched_again_by_number():
+    X, y = torch.arange(20.0)[:, None], torch.arange(20)
+    sources = {
+        "map": DataLoader(TensorDataset(X, y), batch_size=4),
+        "stream": iter([(X[i : i + 4], y[i : i + 4]) for i in range(0, 20, 4)]),
+    }
+    for loader in sources.values():
+        pool = Pool(TrainingData(loader, None, 20, torch.device("cpu")))
+        first = torch.cat([labels for _, labels in pool.grow(6)])
+        assert pool.size == len(first) >= 6 and not pool.ended
+        more = torch.cat([labels for _, labels in pool.grow(100)])
+        assert torch.cat([first, more]).tolist() == list(range(20))
+        assert pool.ended
+        assert list(pool.grow(200)) == []
+        rows = torch.tensor([17, 3, 3, 0, 12])
+        found = torch.empty(5, dtype=torch.long)
+        for at, (x, labels) in pool.fetch(rows):
+            found[at] = labels
+            assert x[:, 0].tolist() == labels.tolist()
+        assert found.tolist() == rows.tolist()
+
+
+def test_a_stream_of_different_shapes_is_fetched_in_parts_that_fit():
+    batches = [(torch.zeros(2, 3), torch.zeros(2)), (torch.zeros(2, 5), torch.ones(2))]
+    pool = Pool(TrainingData(batches, None, 4, torch.device("cpu")))
+    assert len(list(pool.grow(4))) == 2
+    parts = {tuple(x.shape): at.tolist() for at, (x, _) in pool.fetch(torch.tensor([3, 0, 1]))}
+    assert parts == {(1, 5): [0], (2, 3): [1, 2]}

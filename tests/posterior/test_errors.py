@@ -138,7 +138,7 @@ def test_predicting_before_fitting(subset):
 
 @pytest.mark.parametrize("debias", ["yes", 1, None, "True"])
 def test_unknown_debias(debias):
-    with says(f"`debias` to be True.*got {debias!r}"):
+    with says(f"`debias` to be 'auto'.*True.*got {debias!r}"):
         Laplace(MLP.model(), "classification", "all", "kron", debias=debias)
 
 

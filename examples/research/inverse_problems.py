@@ -1,0 +1,191 @@
+"""Small problems on which estimators of a posterior are compared: classifiers and regressions.
+
+Steep spectra are what separates them: regressions, and inputs far from the data.
+"""
+
+# %% Imports
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from examples.classifiers import PROBLEMS as CLASSIFIERS
+from examples.classifiers import Data, Recipe, digits, shuffled
+from examples.networks import strided_cnn
+from laplace_debias import Laplace, far_inputs, freeze_unsupported
+from laplace_debias.posterior import DebiasedKronLaplace
+
+
+# %% A problem
+@dataclass(frozen=True)
+class InverseProblem:
+    """A trained network in double precision, its data, and the prior precisions of interest."""
+
+    name: str
+    model: nn.Module
+    likelihood: str
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+    prior_precisions: tuple[float, ...]
+    sigma_noise: float = 1.0
+    y_test: Tensor | None = None
+
+    @property
+    def far(self) -> Tensor:
+        """As many far inputs as test inputs."""
+        return far_inputs(self.x, len(self.x_test), torch.Generator().manual_seed(0))
+
+    def laplace(self, debias: str, prior: float, **options: object) -> DebiasedKronLaplace:
+        """A posterior over all weights and biases that K-FAC can represent."""
+        return Laplace(
+            self.model,
+            self.likelihood,
+            "all",
+            "kron",
+            debias=debias,
+            prior_precision=prior,
+            sigma_noise=self.sigma_noise,
+            verify=False,
+            **options,
+        )
+
+    def loader(self, generator: torch.Generator | None = None) -> DataLoader:
+        """The training data, shuffled by the generator."""
+        data = TensorDataset(self.x, self.y)
+        return DataLoader(data, batch_size=250, shuffle=generator is not None, generator=generator)
+
+    def draw(self, m: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """A mini-batch of m distinct data."""
+        rows = torch.randperm(len(self.x), generator=generator)[:m]
+        return self.x[rows], self.y[rows]
+
+
+def mlp(*sizes: int, activation: type[nn.Module]) -> nn.Sequential:
+    """Linear layers with an activation between them."""
+    layers: list[nn.Module] = []
+    for d_in, d_out in zip(sizes[:-1], sizes[1:], strict=True):
+        layers += [nn.Linear(d_in, d_out), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
+def trained(
+    model: nn.Module, x: Tensor, y: Tensor, loss: Callable, epochs: int, lr: float, size: int
+) -> nn.Module:
+    """Train with Adam; double precision, evaluation mode, and what K-FAC cannot hold frozen."""
+    optimizer = torch.optim.Adam(model.parameters(), lr)
+    shuffle = torch.Generator().manual_seed(0)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(x), generator=shuffle).split(size):
+            optimizer.zero_grad()
+            loss(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    freeze_unsupported(model)
+    return model.double().eval()
+
+
+# %% Classifiers
+def large_digits(folder: Path | None = None) -> Data:
+    """The digits, enlarged to 28x28 pixels."""
+    x, y, x_test, y_test = digits(folder)
+    large = [nn.functional.interpolate(part, 28, mode="bilinear") for part in (x, x_test)]
+    return large[0], y, large[1], y_test
+
+
+RECIPES = {**CLASSIFIERS, "digits-28": Recipe(large_digits, strided_cnn, 1e-3, 64, 30)}
+
+
+def classifier(name: str, recipe: str, n_test: int = 200) -> InverseProblem:
+    """One of ``examples.classifiers``' problems, trained anew, with its biases."""
+    chosen = RECIPES[recipe]
+    x, y, x_test, y_test = chosen.load(None)
+    torch.manual_seed(0)
+    model = trained(
+        chosen.build(),
+        x,
+        y,
+        nn.functional.cross_entropy,
+        chosen.epochs,
+        chosen.lr,
+        chosen.batch_size,
+    )
+    return InverseProblem(
+        name,
+        model,
+        "classification",
+        x.double(),
+        y,
+        x_test[:n_test].double(),
+        (0.1, 10.0),
+        y_test=y_test[:n_test],
+    )
+
+
+# %% Regressions
+def regression(
+    name: str, data: tuple[Tensor, Tensor, Tensor], build: nn.Module, prior: float, noise: float
+) -> InverseProblem:
+    """A regression in single precision, trained, then in double precision."""
+    x, y, x_test = data
+    model = trained(build, x, y, nn.functional.mse_loss, 150, 2e-3, 64)
+    return InverseProblem(
+        name, model, "regression", x.double(), y.double(), x_test.double(), (prior,), noise
+    )
+
+
+def clusters() -> InverseProblem:
+    """1,000 points in two clusters on a line; inputs within and far outside."""
+    generator = torch.Generator().manual_seed(0)
+    x = (
+        torch.rand(1000, 1, generator=generator) * 2
+        + torch.tensor([-4.0, 1.0]).repeat(500)[:, None]
+    )
+    y = torch.sin(2 * x) + 0.1 * torch.randn(1000, 1, generator=generator)
+    torch.manual_seed(0)
+    net = mlp(1, 50, 50, 1, activation=nn.Tanh)
+    return regression("1-D", (x, y, torch.linspace(-8, 8, 200)[:, None]), net, 0.01, 0.1)
+
+
+def standardised(X: Tensor, Y: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean 0 and deviation 1; the first n, in a random order, are for training."""
+    X, Y = (X - X.mean(0)) / X.std(0), (Y - Y.mean()) / Y.std()
+    x, y, x_test, _ = shuffled(X.float(), Y.float()[:, None], n)
+    return x, y, x_test[:200]
+
+
+def diabetes() -> InverseProblem:
+    """Scikit-learn's diabetes data: 332 of 10 features."""
+    from sklearn.datasets import load_diabetes
+
+    X, Y = map(torch.tensor, load_diabetes(return_X_y=True))
+    torch.manual_seed(0)
+    net = mlp(10, 40, 40, 1, activation=nn.Tanh)
+    return regression("diabetes", standardised(X, Y, 332), net, 1.0, 0.3)
+
+
+def friedman() -> InverseProblem:
+    """Scikit-learn's Friedman 1: 1,000 of 10 features, 5 of which matter."""
+    from sklearn.datasets import make_friedman1
+
+    X, Y = map(torch.tensor, make_friedman1(1300, noise=1.0, random_state=0))
+    torch.manual_seed(0)
+    net = mlp(10, 40, 40, 1, activation=nn.ReLU)
+    return regression("friedman", standardised(X, Y, 1000), net, 1.0, 0.2)
+
+
+PROBLEMS: dict[str, Callable[[], InverseProblem]] = {
+    "digits-mlp": lambda: classifier("digits-mlp", "digits-mlp"),
+    "digits-cnn": lambda: classifier("digits-cnn", "digits", 100),
+    "digits-resnet": lambda: classifier("digits-resnet", "digits-resnet", 50),
+    "28x28-cnn": lambda: classifier("28x28-cnn", "digits-28", 50),
+    "1-D": clusters,
+    "diabetes": diabetes,
+    "friedman": friedman,
+}
+
+__all__ = ["PROBLEMS", "InverseProblem"]

@@ -1,0 +1,262 @@
+r"""Fit to a tolerance: score a pool, draw pairs in rounds, stop when the fit is near enough.
+
+1. Forward passes over a pool of data give the input factors A, the output layer's exact Hessian,
+   the loss, and the score of every (datum, class) pair (:mod:`laplace_debias.debias.pairs`).
+2. Pairs are drawn and propagated back, one pass each, in rounds that double their number; nothing
+   is computed twice (:mod:`laplace_debias.debias.rounds`, :mod:`laplace_debias.debias.drawn`).
+3. Eigenvalues are corrected for the inverse, at the prior precision of the fit
+   (:mod:`laplace_debias.debias.inverse`): basis and eigenvalues then stay as they are, also when
+   the prior precision changes.
+4. Halves of the draws tell how far the posterior is from the full batch's
+   (:mod:`laplace_debias.debias.certificate`). A round that takes all pairs left is the full batch.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from laplace_debias.data.roles import TrainingData
+from laplace_debias.debias.certificate import (
+    EigenFactors,
+    FitReport,
+    estimated_distance,
+    input_noise,
+    log_deviations,
+    probe_gradients,
+)
+from laplace_debias.debias.drawn import N_GROUPS, corrected_block
+from laplace_debias.debias.options import AutoOptions
+from laplace_debias.debias.rounds import Rounds
+from laplace_debias.debias.spectrum import FitResult, eigh_float64
+from laplace_debias.kfac.engine import Engine
+from laplace_debias.network.loss import mean_loss_hessian
+
+__all__ = ["fit_auto"]
+
+FIRST_ROUND = 64
+SPLITS = (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2)))
+
+
+def fit_auto(
+    engine: Engine,
+    data: TrainingData,
+    options: AutoOptions,
+    ridges: Tensor,
+    *,
+    correct: bool = True,
+    progress_bar: bool = False,
+) -> FitResult:
+    """Fit to a tolerance, or with a given number of backward passes.
+
+    Args:
+        engine: Makes factors and counts its passes.
+        data: The loader and N.
+        options: Tolerance and budgets.
+        ridges: Prior precision over the Hessian factor of each block, ``[n_blocks]``.
+        correct: Whether to correct eigenvalues for the inverse.
+        progress_bar: Whether to show one, advanced by backward passes.
+
+    Returns:
+        The fit with its report.
+
+    Raises:
+        ValueError: If scores do not fit the data, there are more data than N, or the curvature is
+            no sum over pairs of datum and class.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> engine = Engine(net, "classification")
+        >>> batches = [(torch.randn(8, 3), torch.arange(8) % 2) for _ in range(4)]
+        >>> data = TrainingData(batches, None, 32, torch.device("cpu"))
+        >>> options = AutoOptions(tolerance=None, n_passes=16)
+        >>> fit = fit_auto(engine, data, options, torch.ones(4))
+        >>> fit.n_data, engine.cost.forward, engine.cost.backward
+        (32, 48, 16)
+    """
+    _check_pairs(engine)
+    with tqdm(disable=not progress_bar, unit="pass", desc="[K-FAC: pairs]") as bar:
+        rounds = Rounds(engine, data, options, bar)
+        return _Fit(rounds, ridges.double(), correct).fit()
+
+
+def _check_pairs(engine: Engine) -> None:
+    """Raise where pairs would not be the curvature: other losses, and scales of normalisations."""
+    scales = [p.name for p in engine.owned if p.scales]
+    what = ""
+    if engine.likelihood not in ("classification", "regression"):
+        what = f"likelihood={engine.likelihood!r}"
+    elif engine.objective.class_weights is not None:
+        what = "`class_weights`, which ask for labels that no forward pass knows"
+    elif engine.objective.output_noise is not None:
+        what = "one `sigma_noise` per output"
+    elif scales:
+        what = f"scales or shifts of normalisations ({scales})"
+    if what:
+        raise ValueError(
+            "Expected the softmax cross-entropy or half the squared error, and linear layers and "
+            f"convolutions, with debias='auto', got {what}. Remedy: debias=True or 'single'; "
+            "parameters of normalisations can be frozen (`requires_grad_(False)`)."
+        )
+
+
+class _Fit:
+    """One fit: how many rounds, and what comes of them."""
+
+    def __init__(self, rounds: Rounds, ridges: Tensor, correct: bool) -> None:
+        self.rounds, self.ridges, self.correct = rounds, ridges, correct
+        self.engine, self.options = rounds.engine, rounds.options
+        self.began, self.start = time.perf_counter(), self.engine.cost.backward
+        self.probes: list[Tensor] | None = None
+        self._rotated: tuple[object, list[Tensor]] | None = None
+
+    @property
+    def spent(self) -> int:
+        """Backward passes so far."""
+        return self.engine.cost.backward - self.start
+
+    @property
+    def exact(self) -> bool:
+        """Whether this is the full batch."""
+        rounds = self.rounds
+        done = rounds.exhausted or not rounds.factors
+        return rounds.whole and done and rounds.moments.complete
+
+    def fit(self) -> FitResult:
+        """Rounds until the tolerance, a budget or the end of the data is reached."""
+        m = self._passes(FIRST_ROUND)
+        if self.options.tolerance is None and self.options.n_passes is not None:
+            m = self.options.n_passes
+        while True:
+            begin = time.perf_counter()
+            self.rounds.grow(self.spent + m)
+            if self.rounds.factors:
+                left = self.rounds.n_left() if self.rounds.stale is None else 0
+                if self.options.tolerance is not None and m < left <= 2 * m and self.rounds.whole:
+                    m = self._passes(left)  # the full batch is near
+                self.rounds.draw(m)
+            blocks = self.blocks()
+            distance, error = self.certificate(blocks)
+            reason = self._reason(distance, time.perf_counter() - begin)
+            if reason:
+                return self._result(blocks, distance, error, reason)
+            m = self._passes(self.spent)
+
+    def _passes(self, wanted: int) -> int:
+        """As many passes as wanted, or as the budget has left."""
+        limit = self.options.n_passes
+        return wanted if limit is None else min(wanted, limit - self.spent)
+
+    def _reason(self, distance: float, seconds: float) -> str:
+        """Why the fit ends here, or nothing; warn if that is before the tolerance."""
+        options, rounds = self.options, self.rounds
+        if not rounds.factors:
+            return "the output layer needs no backward pass"
+        if rounds.whole and rounds.exhausted:
+            return "every pair was propagated, as in a full-batch fit"
+        if options.tolerance is None:
+            return f"the budget of {options.n_passes:,} backward passes is spent"
+        if distance <= options.tolerance:
+            return f"the estimate is below the tolerance of {100 * options.tolerance:g} %"
+        short, elapsed = "", time.perf_counter() - self.began
+        if options.n_passes is not None and self.spent >= options.n_passes:
+            short = f"n_passes={options.n_passes} is spent"
+        elif options.max_seconds is not None and elapsed + 2 * seconds > options.max_seconds:
+            short = f"another round would end after max_seconds={options.max_seconds:g}"
+        elif rounds.exhausted:
+            n, N = rounds.pool.size, rounds.data.n_data
+            short = f"the loader ended after {n} of {N} data, and all of their pairs are used"
+        if short:
+            warnings.warn(
+                f"The fit stops at an estimated distance of {distance:.3f} to the full-batch "
+                f"posterior, above its tolerance of {options.tolerance:g}: {short}.",
+                stacklevel=5,
+            )
+        return short
+
+    def blocks(self, groups: tuple[int, ...] = tuple(range(N_GROUPS))) -> list[EigenFactors]:
+        """The posterior's curvature from some of the groups."""
+        rounds, moments = self.rounds, self.rounds.moments
+        N, n = rounds.data.n_data, rounds.pool.size
+        with self.engine.cost.stage("decompositions"):
+            spectra = {
+                factor.layers: factor.spectrum(rounds.drawn, groups, rounds.scale)
+                for factor in rounds.factors
+            }
+            A, output, found = moments.decomposed(), None, []
+            for i, p in enumerate(self.engine.owned):
+                if p.layers in spectra:
+                    drawn_A = not rounds.whole and moments.one_row[i]
+                    block = corrected_block(
+                        spectra[p.layers],
+                        A[i],
+                        float(self.ridges[i]),
+                        correct=self.correct,
+                        input_rows=(n, N) if drawn_A else None,
+                    )
+                else:
+                    if output is None:
+                        hessian = mean_loss_hessian(moments.outputs, self.engine.likelihood)
+                        lam, Q = eigh_float64(N * hessian, "the output's Hessian")
+                        output = (Q, lam.clamp(min=0))
+                    block = EigenFactors(*output, *(A[i] or ()))
+                found.append(block)
+            return found
+
+    def certificate(self, blocks: list[EigenFactors]) -> tuple[float, float]:
+        """Estimated distance to the full batch and its standard error."""
+        rounds, moments = self.rounds, self.rounds.moments
+        if self.exact:
+            return 0.0, 0.0
+        halves = [self.blocks(h) for split in SPLITS for h in split] if rounds.factors else []
+        with self.engine.cost.stage("certificate"):
+            J, ridges = self._rotated_probes(), self.ridges.to(moments.outputs.device)
+            theta = log_deviations(blocks, J, ridges)
+            errors, bias = theta.new_zeros(0, len(theta)), torch.zeros_like(theta)
+            if halves:
+                others = torch.stack([log_deviations(half, J, ridges) for half in halves])
+                rarity = rounds.drawn.rarity(rounds.scale)
+                errors = (others[0::2] - others[1::2]) / 2 * (rarity / len(SPLITS)) ** 0.5
+                # The correction has removed what falls as 1 / n. The rest falls as 1 / n^2: halves
+                # have four times as much of it.
+                bias = (others.mean(0) - theta) / (3.0 if self.correct else 1.0)
+            deltas = moments.halves(rounds.data.n_data)
+            if any(delta is not None for delta in deltas):
+                errors = torch.cat([errors, input_noise(blocks, deltas, J, ridges)[None]])
+            return estimated_distance(errors, bias)
+
+    def _rotated_probes(self) -> list[Tensor]:
+        """Gradients at the probes, along the directions of A: all halves share these."""
+        moments, key = self.rounds.moments, self.rounds.data.key_x
+        if self.probes is None:
+            self.probes = probe_gradients(self.engine, *moments.probes(key), key)
+        A = moments.decomposed()
+        if self._rotated is None or self._rotated[0] is not A:
+            pairs = zip(self.probes, A, strict=True)
+            self._rotated = (A, [J if a is None else J @ a[0].to(J) for J, a in pairs])
+        return self._rotated[1]
+
+    def _result(
+        self, blocks: list[EigenFactors], distance: float, error: float, reason: str
+    ) -> FitResult:
+        """The fit, with its report."""
+        rounds, moments, cost = self.rounds, self.rounds.moments, self.engine.cost
+        N, n, dtype = rounds.data.n_data, rounds.pool.size, moments.dtype
+        Q = [[b.Q_B] if b.Q_A is None else [b.Q_B, b.Q_A] for b in blocks]
+        lam = [[b.lam_B] if b.lam_A is None else [b.lam_B, b.lam_A] for b in blocks]
+        n_probes = 0 if self.probes is None else len(self.probes[0])
+        counts = (self.spent, cost.forward, n_probes, N, n, dict(cost.seconds))
+        return FitResult(
+            [[Q_f.to(dtype) for Q_f in block] for block in Q],
+            lam,
+            lam,
+            [],
+            moments.loss * (N / n),
+            N,
+            moments.outputs.shape[1],
+            FitReport("auto", *counts, distance, error, reason),
+        )

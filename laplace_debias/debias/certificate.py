@@ -1,0 +1,247 @@
+r"""How far a fit is from the full-batch posterior, as far as its own draws tell.
+
+The distance is the mean, over inputs and directions of the output, of the absolute log ratio of the
+predictive standard deviations to the full batch's: 0.05 is 5 % off. A linearised network has
+
+.. math:: \sigma^2 \propto \sum_l \sum_{ji}
+          \frac{(Q_B^\top J_l\, Q_A)_{ji}^2}{\lambda_{B,j} \lambda_{A,i} + \delta_l / h}
+
+with :math:`J_l` the gradient of one direction of the output. A few probe inputs, each in one random
+direction, stand for all.
+
+Draws come in four independent groups. The three ways to split them into halves give three
+posteriors against three others: half their difference varies as the error of the whole does
+(variance), but for what drawing without replacement saves. The mean of the halves differs from
+the whole by three times the whole's bias, if the correction for the inverse leaves what falls as
+:math:`1 / n^2` (bias). Three splits know a variance badly, so that errors are drawn from Student's
+t with three degrees of freedom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from laplace_debias.data.inputs import Inputs, Keys, size_of, take
+from laplace_debias.kfac.engine import Engine
+from laplace_debias.network.calling import call_model
+from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.recorder import check_outputs
+
+__all__ = [
+    "EigenFactors",
+    "FitReport",
+    "estimated_distance",
+    "input_noise",
+    "log_deviations",
+    "probe_gradients",
+    "report_of",
+]
+
+
+class EigenFactors(NamedTuple):
+    """One block in its eigenbasis; a bias has no input factor."""
+
+    Q_B: Tensor
+    lam_B: Tensor
+    Q_A: Tensor | None = None
+    lam_A: Tensor | None = None
+
+    @property
+    def table(self) -> Tensor:
+        """Eigenvalues of the block, ``[d_out, d_in]`` or ``[d_out, 1]``."""
+        if self.lam_A is None:
+            return self.lam_B[:, None]
+        return torch.outer(self.lam_B, self.lam_A)
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What a fit did, what it cost, and how far it is from the full batch.
+
+    Attributes:
+        method: The word for the method.
+        n_passes: Backward passes of the fit, one per datum and vector.
+        n_forward: Forward passes of the fit, one per datum.
+        n_probes: Passes of the probes behind the distance, forward and backward each.
+        n_data: Number N of training data that the fit stands for.
+        n_pool: Number of data seen by forward passes, 0 where there was no pool.
+        seconds: Wall-clock time by stage.
+        distance: Estimated distance to the full-batch posterior, ``None`` if it was not estimated.
+        standard_error: How far the true distance may be from it, as a standard deviation.
+        reason: Why the fit ended.
+
+    Example:
+        >>> print(FitReport("auto", 64, 500, 32, 1000, 500, {"passes": 0.5}, 0.031, 0.01, "done"))
+        auto: 64 backward and 500 forward passes for 1,000 training data, 0.5 s
+        Predictive standard deviations are about 3.1 % off those of a full-batch fit (+- 1.0 %).
+        It stopped here: done.
+    """
+
+    method: str
+    n_passes: int
+    n_forward: int
+    n_probes: int
+    n_data: int
+    n_pool: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    distance: float | None = None
+    standard_error: float | None = None
+    reason: str = "all of its data were used"
+
+    def __str__(self) -> str:
+        """Three lines that anybody understands."""
+        far = "How far it is from a full-batch fit was not estimated."
+        if self.distance is not None and self.standard_error is not None:
+            far = (
+                f"Predictive standard deviations are about {100 * self.distance:.1f} % off those "
+                f"of a full-batch fit (+- {100 * self.standard_error:.1f} %)."
+            )
+        return (
+            f"{self.method}: {self.n_passes:,} backward and {self.n_forward:,} forward passes for "
+            f"{self.n_data:,} training data, {sum(self.seconds.values()):.1f} s\n"
+            f"{far}\nIt stopped here: {self.reason}."
+        )
+
+
+def probe_gradients(
+    engine: Engine, X: Inputs, directions: Tensor, key: Keys = "input_ids"
+) -> list[Tensor]:
+    """Gradients of one direction of the output per input, for every parameter.
+
+    Args:
+        engine: The engine; its passes are not counted, as they serve no factor.
+        X: Inputs of n data.
+        directions: Directions of the output, ``[n, C]``.
+        key: Key of the inputs in a mapping.
+
+    Returns:
+        ``[n, d_out, d_in]`` per weight and ``[n, d_out, 1]`` per bias, in the parameters' type.
+
+    Example:
+        >>> engine = Engine(torch.nn.Linear(2, 3), "regression")
+        >>> J = probe_gradients(engine, torch.ones(4, 2), torch.ones(4, 3))
+        >>> [tuple(part.shape) for part in J]
+        [(4, 3, 2), (4, 3, 1)]
+    """
+    owned = [getattr(p.layers[0], p.role) for p in engine.owned]
+    parts: list[list[Tensor]] = [[] for _ in owned]
+    with evaluation_mode(engine.root):
+        for i in range(size_of(X, key)):
+            x = take(X, slice(i, i + 1), key)
+            x = x if engine.embed is None else engine.embed(x)
+            with torch.enable_grad():
+                f = check_outputs(call_model(engine.root, x))
+                value = (f[0] * directions[i].to(f)).sum()
+                gradients = torch.autograd.grad(value, owned, allow_unused=True)
+            for part, g, p in zip(parts, gradients, owned, strict=True):
+                g = torch.zeros_like(p) if g is None else g
+                part.append(g.detach().reshape(len(p), -1))
+    return [torch.stack(part) for part in parts]
+
+
+def log_deviations(
+    blocks: Sequence[EigenFactors], gradients: Sequence[Tensor], ridges: Tensor
+) -> Tensor:
+    """Logarithms of the predictive standard deviations, up to a constant.
+
+    Args:
+        blocks: The posterior's curvature, one block per parameter.
+        gradients: See :func:`probe_gradients`, along the directions of A: ``J Q_A``.
+        ridges: Prior precision over the Hessian factor, ``[n_blocks]``.
+
+    Returns:
+        ``[n]``, in float64.
+
+    Example:
+        >>> block = EigenFactors(torch.eye(1), torch.tensor([3.0]))
+        >>> log_deviations([block], [torch.ones(2, 1, 1)], torch.tensor([1.0])).exp()
+        tensor([0.5000, 0.5000], dtype=torch.float64)
+    """
+    total = gradients[0].new_zeros(len(gradients[0]), dtype=torch.float64)
+    for block, J, ridge in zip(blocks, gradients, ridges, strict=True):
+        total += (_rotated(block, J).square() / (block.table.double() + ridge)).sum((1, 2))
+    return 0.5 * total.log()
+
+
+def _rotated(block: EigenFactors, J: Tensor) -> Tensor:
+    """Gradients ``Q_B^T (J Q_A)`` in float64."""
+    return (block.Q_B.to(J).T @ J).double()
+
+
+def input_noise(
+    blocks: Sequence[EigenFactors],
+    differences: Sequence[Tensor | None],
+    gradients: Sequence[Tensor],
+    ridges: Tensor,
+) -> Tensor:
+    r"""First-order change of the log deviations by changes of the input factors.
+
+    .. math:: \partial \log \sigma = - \frac{1}{2 \sigma^2}
+              \sum_l \operatorname{tr} X_l^\top B_l X_l\, \Delta A_l, \qquad X_l = P_l^{-1} J_l
+
+    Args:
+        blocks: See :func:`log_deviations`.
+        differences: Change of each block's A, ``None`` for none.
+        gradients: See :func:`log_deviations`.
+        ridges: See :func:`log_deviations`.
+
+    Returns:
+        Changes ``[n]``.
+    """
+    change = torch.zeros(len(gradients[0]), dtype=torch.float64, device=gradients[0].device)
+    for block, delta, J, ridge in zip(blocks, differences, gradients, ridges, strict=True):
+        if delta is None or block.Q_A is None:
+            continue
+        Q = block.Q_A.to(J)
+        X = _rotated(block, J) / (block.table.double() + ridge)
+        X = (X * block.lam_B.double().sqrt()[:, None]).to(J)
+        change += (X @ (Q.T @ delta.to(J) @ Q) * X).sum((1, 2)).double()
+    return -0.5 * change / (2 * log_deviations(blocks, gradients, ridges)).exp()
+
+
+def estimated_distance(errors: Tensor, bias: Tensor, n_draws: int = 4096) -> tuple[float, float]:
+    r"""Mean and standard deviation of the distance, given what halves say of error and bias.
+
+    The distance is :math:`\mathrm{mean}_p |\sum_s z_s e_{sp} + b_p|` over random z, whose common
+    scale is that of Student's t with three degrees of freedom.
+
+    Args:
+        errors: Independent parts of the error at n probes, of one standard deviation each,
+            ``[k, n]``.
+        bias: Difference of the halves' mean and the whole, ``[n]``.
+        n_draws: Number of random z, from a seed of their own.
+
+    Returns:
+        Mean and standard deviation.
+
+    Example:
+        >>> mean, deviation = estimated_distance(torch.zeros(3, 5), torch.full((5,), 0.1))
+        >>> round(mean, 6), round(deviation, 6)
+        (0.1, 0.0)
+    """
+    k = len(errors)
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(n_draws, k, generator=generator, dtype=torch.float64)
+    chi = torch.randn(n_draws, 3, generator=generator, dtype=torch.float64).square().mean(1)
+    z = z / chi.sqrt()[:, None]
+    distances = (z @ errors.double().cpu() + bias.double().cpu()).abs().mean(1)
+    return float(distances.mean()), float(distances.std())
+
+
+def report_of(method: str, cost: Any, n_data: int) -> FitReport:
+    """The report of a method that does not estimate its distance.
+
+    Args:
+        method: Its word.
+        cost: Passes and seconds.
+        n_data: Number N of training data.
+
+    Returns:
+        A report without a distance.
+    """
+    return FitReport(method, cost.backward, cost.forward, 0, n_data, 0, dict(cost.seconds))

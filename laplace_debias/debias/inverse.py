@@ -1,0 +1,198 @@
+r"""Eigenvalues made for the inverse: inflate a sampled curvature by the degrees of freedom it used.
+
+A posterior needs :math:`(S + d)^{-1}` of a sum :math:`S = \sum_i E_i` over a population, with a
+ridge d, and has :math:`S_n = \sum_{i \in n} \omega_i E_i` of a draw. The inverse of an unbiased
+:math:`S_n` is biased: the draw's own rows look well determined along themselves. To leading order
+
+.. math:: (S + d)^{-1} \approx (c\, S_n + d)^{-1}, \qquad c = \frac{1 - df / N}{1 - df / n},
+
+(the deterministic equivalent of the resolvent, the fact behind generalised cross-validation) for n
+of N alike rows, ``df = tr c S_n (c S_n + d)^-1``. For rows drawn with unequal probabilities
+:math:`\pi_i` and weighted by :math:`1 / \pi_i`, leave one out: the draw's resolvent has the
+expectation of one with the weights :math:`\hat w_i = E[w_i / (1 + w_i \kappa_i)] / E[1 / (1 + w_i
+\kappa_i)]`, :math:`\kappa_i` the leverage of row i without itself. Asking for :math:`\hat w_i = 1`
+gives each row the factor
+
+.. math:: u_i = 1 + (1 - \pi_i) \frac{h_i}{1 - h_i},
+
+with :math:`h_i` its leverage within :math:`c\, S_n + d`: 1 for certain rows, :math:`1 / (1 - h_i)`
+for rare ones, and the formula above where all rows are alike. One number per ridge keeps the basis:
+
+.. math:: c(d) = 1 + D(d)\, \frac{1}{n} \sum_i (1 - \pi_i) \frac{h_i}{1 - h_i},
+          \qquad
+          D(d) = 1 - \frac{\sum_i \operatorname{tr} H_i H_{i+1}}{\sum_i \operatorname{tr} H_i^2},
+
+the mean of :math:`u_i`. D is the design effect of a systematic draw, by
+successive differences: neighbours in its order that resemble each other mean that its noise is
+less than that of independent draws. With several rows per datum (positions), :math:`h_i` is
+:math:`\operatorname{tr} H_i^2 / \operatorname{tr} H_i` of the datum's block :math:`H_i`, its mean
+leverage per direction.
+
+In a block ``kron(B, A) + delta`` the ridge of B along A's i-th direction is ``delta / lam_A,i``, so
+that c is a number per direction of A: ``kron(B, A)`` becomes a Kronecker product again, with
+``c_i lam_A,i`` in place of ``lam_A,i``; and the other way round.
+
+Fewer rows than dimensions. Below the implicit ridge nothing is known of the null space, and no c
+helps. There every direction gets the curvature that the draw shows outside of its own span
+(:func:`null_floor`): what each row has outside the span of the others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["inverse_inflation", "null_floor", "resolvent_inflation"]
+
+MOST_LEVERAGE = 0.98
+"""Leverages are cut off here: a row that is nearly alone in its direction says nothing about it."""
+MOST_INFLATION = 50.0
+NEGLIGIBLE = 1e-3
+N_NODES = 12
+"""Ridges at which c is computed; between them it is interpolated over the ridge's logarithm."""
+
+
+def resolvent_inflation(lam: Tensor, ridges: Tensor, n: float, n_total: float) -> Tensor:
+    r"""The factor c for n of N alike rows, :math:`(1 - df / N) / (1 - df / n)`, self-consistent.
+
+    Args:
+        lam: Eigenvalues ``[d]`` of the draw's factor.
+        ridges: Ridges ``[k]``, on the scale of ``lam``.
+        n: Number of independent rows.
+        n_total: Number N of rows that the draw stands for.
+
+    Returns:
+        c, ``[k]``, at least 1; 1 for ``n = n_total``.
+
+    Example:
+        >>> resolvent_inflation(torch.ones(10), torch.tensor([1e-9, 1e9]), n=20, n_total=1e12)
+        tensor([2.0000, 1.0000])
+    """
+    c = torch.ones_like(ridges)
+    for _ in range(100):
+        scaled = c[:, None] * lam
+        df = (scaled / (scaled + ridges[:, None])).sum(1).clamp(max=MOST_LEVERAGE * n)
+        new = (1 - df / n_total) / (1 - df / n)
+        done = bool(((new - c).abs() < 1e-6 * c).all())
+        c = 0.5 * (c + new)
+        if done:
+            break
+    return c.clamp(1.0, MOST_INFLATION)
+
+
+def inverse_inflation(
+    rows: Tensor, probabilities: Tensor, lam: Tensor, ridges: Tensor, floor: float = 0.0
+) -> Tensor:
+    """The factor c of a weighted draw, for each of several ridges.
+
+    Args:
+        rows: Weighted rows ``[n, r, d]`` of n draws in their order, rotated into the eigenbasis of
+            the factor: r rows (positions) each. They may be a part of those behind ``lam``.
+        probabilities: Inclusion probabilities ``[n]``, one over the weights.
+        lam: Eigenvalues ``[d]`` of the draw's factor.
+        ridges: Ridges ``[k]``, positive.
+        floor: Curvature that all directions have besides, see :func:`null_floor`.
+
+    Returns:
+        c, ``[k]``, between 1 and ``MOST_INFLATION``.
+
+    Example:
+        >>> rows = torch.eye(2).repeat(8, 1)[:, None]  # 8 rows along each of two directions
+        >>> lam, ridges = torch.full((2,), 8.0), torch.tensor([1e-6])
+        >>> inverse_inflation(rows, torch.full((16,), 1e-9), lam, ridges)
+        tensor([1.1429])
+    """
+    if not len(rows) or not bool((lam > 0).any()):
+        return torch.ones_like(ridges)
+    if len(ridges) > N_NODES:
+        return _interpolated(rows, probabilities, lam, ridges, floor)
+    values = [_one_ridge(rows, probabilities, lam, float(d) + floor) for d in ridges]
+    return ridges.new_tensor(values)
+
+
+def _interpolated(
+    rows: Tensor, probabilities: Tensor, lam: Tensor, ridges: Tensor, floor: float
+) -> Tensor:
+    """C at a few nodes, and linear in the logarithm of the ridge between them."""
+    # Far below the least curvature and far above the largest, c no longer changes.
+    top = float(lam.max())
+    x = ridges.clamp(1e-12 * top, 1e3 * top).log()
+    nodes = torch.linspace(float(x.min()), float(x.max()), N_NODES).to(x)
+    if float(nodes[-1] - nodes[0]) < 1e-9:
+        return inverse_inflation(rows, probabilities, lam, ridges[:1], floor).expand(len(ridges))
+    largest = inverse_inflation(rows, probabilities, lam, nodes[:1].exp(), floor)
+    if float(largest) < 1 + NEGLIGIBLE:  # c falls as the ridge grows
+        return largest.expand(len(ridges))
+    values = inverse_inflation(rows, probabilities, lam, nodes.exp(), floor)
+    step = nodes[1] - nodes[0]
+    left = ((x - nodes[0]) / step).floor().long().clamp(0, N_NODES - 2)
+    share = ((x - nodes[left]) / step).clamp(0, 1)
+    return values[left] + share * (values[left + 1] - values[left])
+
+
+def _one_ridge(rows: Tensor, probabilities: Tensor, lam: Tensor, ridge: float) -> float:
+    """Solve for c at one ridge by fixed-point steps, halved while they are large."""
+    rare = (1 - probabilities).clamp(min=0)
+    drawn = rare > 0
+    both = drawn[1:] & drawn[:-1]
+    c = 1.0
+    for _ in range(60):
+        Z = rows * (c / (c * lam + ridge)).sqrt()  # whitened, [n, r, d]
+        h, squares, crosses = _leverages(Z)
+        # of a block, the mean leverage per direction it has; of one row, the leverage itself
+        mean = (squares / h.clamp(min=torch.finfo(h.dtype).tiny)).clamp(max=MOST_LEVERAGE)
+        own = (0.5 * (squares[1:] + squares[:-1]))[both].sum()
+        effect = float((1 - crosses[both].sum() / own).clamp(0, 1)) if float(own) > 0 else 1.0
+        used = float((rare * mean / (1 - mean)).mean())
+        new = min(1 + effect * used, MOST_INFLATION)
+        if abs(new - c) < 1e-5 * c:
+            return new
+        c = new if abs(new - c) < 0.1 else 0.5 * (c + new)
+    return c
+
+
+def _leverages(Z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Trace and squared norm of every block, ``[n]``, and ``tr H_i H_i+1`` of neighbours."""
+    h = Z.square().sum((1, 2))
+    if Z.shape[1] == 1:
+        rows = Z[:, 0]
+        return h, h.square(), (rows[1:] * rows[:-1]).sum(1).square()
+    if Z.shape[2] <= Z.shape[1]:
+        H = Z.mT @ Z  # [n, d, d]
+        return h, H.square().sum((1, 2)), (H[1:] * H[:-1]).sum((1, 2))
+    own = (Z @ Z.mT).square().sum((1, 2))
+    return h, own, (Z[1:] @ Z[:-1].mT).square().sum((1, 2))
+
+
+def null_floor(rows: Tensor) -> float:
+    r"""Curvature per direction that a draw of fewer rows than dimensions shows outside its span.
+
+    Row i lies outside the span of the others by the squared distance
+    :math:`e_i = 1 / (G^{-1})_{ii}`, :math:`G = X X^\top`: held-out curvature, in
+    :math:`d - n + 1` directions. The floor is
+
+    .. math:: \tau = \frac{n}{d - n + 1} \Bigl(\frac{1}{n} \sum_i \sqrt{e_i}\Bigr)^2
+              \Bigl(1 - \frac{n}{d}\Bigr),
+
+    the squared mean distance, because an inverse is off by ratios, and the mean of the squares is
+    the largest of a steep spectrum; times the share of directions that the draw leaves open, so
+    that no floor is left as rows reach the dimension.
+
+    Args:
+        rows: Weighted rows ``[n, d]``.
+
+    Returns:
+        The floor; 0 for ``n >= d``.
+
+    Example:
+        >>> null_floor(torch.eye(4)[:2]), null_floor(torch.ones(4, 4))
+        (0.33..., 0.0)
+    """
+    n, d = rows.shape
+    if n >= d or n == 0:
+        return 0.0
+    X = rows.double()
+    lam, U = torch.linalg.eigh(X @ X.T)
+    inverse = U.square() @ (1 / lam.clamp(min=max(float(lam[-1]), 1e-300) * 1e-12))
+    distance = float(inverse.rsqrt().mean())
+    return n * distance**2 / (d - n + 1) * (1 - n / d)

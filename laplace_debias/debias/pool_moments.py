@@ -1,0 +1,223 @@
+"""What forward passes over a pool tell: input factors, outputs, scores, the loss, and probes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from laplace_debias.data.inputs import Inputs, Keys, concatenate, datum_shapes, size_of, take
+from laplace_debias.debias.pairs import pair_scores
+from laplace_debias.debias.spectrum import eigh_float64
+from laplace_debias.kfac.engine import Engine
+from laplace_debias.kfac.factors import Factors
+
+__all__ = ["PoolMoments"]
+
+MOST_PROBES = 16
+MOST_PROBE_NUMBERS = 2**24
+MOST_MULTIPLICATIONS = 1e12
+"""Most multiplications for the input factors of layers with several rows (positions) per datum."""
+LEAST_DATA = 512
+"""Data that such layers see at least."""
+
+
+class PoolMoments:
+    """Sums over a pool that grows mini-batch by mini-batch; one forward pass per datum.
+
+    Args:
+        engine: Makes the passes, and counts them.
+
+    Example:
+        >>> moments = PoolMoments(Engine(torch.nn.Linear(2, 3), "classification"))
+        >>> moments.add(torch.randn(5, 2), torch.arange(5) % 3)
+        >>> moments.outputs.shape, moments.scores.shape, len(moments.decomposed())
+        (torch.Size([5, 3]), torch.Size([5, 3]), 2)
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._parts: list[Factors] = []  # of every other mini-batch, for their difference
+        self._outputs: list[Tensor] = []
+        self._features: list[Tensor | None] = []
+        self._first: Inputs | None = None
+        self._sums: tuple[Tensor, Tensor] | None = None  # of tensor inputs and of their squares
+        self._A: tuple[int, list[tuple[Tensor, Tensor] | None]] | None = None
+        self.loss: Tensor = torch.zeros(())
+        self.size = 0
+        self._per_datum: list[float] = []
+
+    def add(self, X: Inputs, y: Tensor) -> None:
+        """Pass a mini-batch.
+
+        Layers with several rows per datum cost more for A than for the pass itself, and need fewer
+        data: they see as many as ``MOST_MULTIPLICATIONS`` pay for.
+        """
+        new = self.engine.factors(X, y, inputs=self._wanted(), outputs=False, rows_from=1)
+        self.loss = self.loss.to(new.summed_loss) + new.summed_loss
+        self._outputs.append(new.kept_outputs)
+        kept = [rows for rows, last in zip(new.rows, new.at_output, strict=True) if last]
+        self._features.append(next((rows for rows in kept if rows is not None), None))
+        new = replace(new, outputs=None, rows=(None,) * len(new.names))
+        # Halves of a mini-batch would need passes of their own: whole mini-batches take turns.
+        if len(self._parts) < 2:
+            self._parts.append(self._filled(new))
+        else:
+            less = 0 if self._parts[0].n <= self._parts[1].n else 1
+            self._parts[less] = self._parts[less] + self._filled(new, self._parts[less])
+        if self._first is None:
+            self._first = X
+            self._per_datum = [n / new.n for n in new.n_rows]
+        if isinstance(X, Tensor) and X.is_floating_point():
+            x = X.double()
+            sums = x.sum(0), x.square().sum(0)
+            if self._sums is None:
+                self._sums = sums
+            elif self._sums[0].shape == sums[0].shape:
+                self._sums = self._sums[0] + sums[0], self._sums[1] + sums[1]
+        self.size += len(y)
+
+    def _wanted(self) -> bool | set[str]:
+        """Names of the weights whose A is to see further data, or all."""
+        if len(self._parts) < 2:
+            return True
+        first, work = self._parts[0], 0.0
+        many: set[str] = set()
+        for name, A, rows in zip(first.names, first.A, first.n_rows, strict=True):
+            if A is not None and rows > first.n:
+                many.add(name)
+                work += len(A) ** 2 * rows / first.n
+        if self.size < max(LEAST_DATA, MOST_MULTIPLICATIONS / max(work, 1.0)):
+            return True
+        return {name for name in first.names if name not in many}
+
+    @staticmethod
+    def _filled(new: Factors, old: Factors | None = None) -> Factors:
+        """New factors that count for nothing where their A was not computed."""
+        if old is None:
+            return new
+        pairs = list(zip(new.A, old.A, new.n_rows, strict=True))
+        A = tuple(o if a is None else a for a, o, _ in pairs)
+        n_rows = tuple(0 if a is None and o is not None else n for a, o, n in pairs)
+        return replace(new, A=A, n_rows=n_rows)
+
+    @property
+    def inputs(self) -> Factors:
+        """Input factors of the pool."""
+        return self._parts[0] if len(self._parts) == 1 else self._parts[0] + self._parts[1]
+
+    @property
+    def outputs(self) -> Tensor:
+        """The network's outputs, ``[n, C]``."""
+        self._outputs = [torch.cat(self._outputs)]
+        return self._outputs[0]
+
+    @property
+    def scores(self) -> Tensor:
+        """Scores of all pairs, ``[n, C]``."""
+        return pair_scores(self.outputs, self.engine.likelihood)
+
+    @property
+    def features(self) -> Tensor:
+        """What tells similar data: the output layer's inputs, or the outputs, ``[n, d]``."""
+        kept = [part for part in self._features if part is not None]
+        if len(kept) < len(self._features):
+            return self.outputs
+        self._features = [torch.cat(kept)]
+        return torch.cat(kept)
+
+    @property
+    def one_row(self) -> list[bool]:
+        """For each parameter, whether its A has one row per datum."""
+        return [n == self.size for n in self.inputs.n_rows]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every A has seen all data of the pool."""
+        return self._wanted() is True or all(self.share(i) == 1.0 for i in range(len(self.names)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters."""
+        return self._parts[0].names
+
+    def share(self, i: int) -> float:
+        """Part of the pool's data that the A of a parameter has seen."""
+        if self.inputs.A[i] is None:
+            return 1.0
+        per_datum = self._per_datum[i]
+        return min(1.0, self.inputs.n_rows[i] / (per_datum * self.size)) if per_datum else 1.0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the factors."""
+        return torch.promote_types(self.outputs.dtype, torch.float32)
+
+    def decomposed(self) -> list[tuple[Tensor, Tensor] | None]:
+        """Eigenvectors and eigenvalues of every A, ``None`` for biases; kept till the next pass."""
+        if self._A is None or self._A[0] != self.size:
+            inputs = self.inputs
+            found: list[tuple[Tensor, Tensor] | None] = []
+            for A, name in zip(inputs.A, inputs.names, strict=True):
+                if A is None:
+                    found.append(None)
+                    continue
+                lam, Q = eigh_float64(A, name)
+                found.append((Q, lam.clamp(min=0)))
+            self._A = (self.size, found)
+        return self._A[1]
+
+    def halves(self, n_data: int) -> list[Tensor | None]:
+        """What the A of each weight may be off: half its difference between halves of its data.
+
+        Args:
+            n_data: Number N of data that the pool stands for, for what drawing without replacement
+                saves.
+
+        Returns:
+            Matrices like A; ``None`` for biases, and where there is but one mini-batch.
+        """
+        if len(self._parts) < 2:
+            return [None for _ in self.names]
+        one, two = self._parts
+        found: list[Tensor | None] = []
+        for i, (a, b) in enumerate(zip(one.A, two.A, strict=True)):
+            n, m = one.n_rows[i], two.n_rows[i]
+            rare = 1 - self.share(i) * self.size / n_data
+            if a is None or b is None or rare <= 1e-9:
+                found.append(None)
+            else:
+                found.append((n * m * rare) ** 0.5 / (n + m) * (a - b))
+        return found
+
+    def probes(self, key: Keys = "input_ids") -> tuple[Inputs, Tensor]:
+        """A few inputs of the pool, as many far ones, and a direction of the output for each.
+
+        Far inputs are Gaussian, with the pool's mean and twice its standard deviation per feature;
+        there are none for mappings and for inputs that are not floating point numbers.
+
+        Args:
+            key: Key of the inputs in a mapping.
+
+        Returns:
+            Inputs and directions ``[n, C]``, from a seed of their own.
+        """
+        assert self._first is not None  # a mini-batch was added
+        n_params = sum(p.numel() for p in self.engine.root.parameters() if p.requires_grad)
+        most = max(4, min(MOST_PROBES, MOST_PROBE_NUMBERS // (2 * max(n_params, 1))))
+        n = min(size_of(self._first, key), most)
+        X = take(self._first, slice(0, n), key)
+        generator = torch.Generator().manual_seed(0)
+        if (
+            isinstance(X, Tensor)
+            and self._sums is not None
+            and datum_shapes(X)[0] == self._sums[0].shape
+        ):
+            mean = self._sums[0] / self.size
+            deviation = (self._sums[1] / self.size - mean.square()).clamp(min=0).sqrt()
+            noise = torch.randn(X.shape, generator=generator, dtype=torch.float64).to(X.device)
+            X = concatenate([X, (mean + 2 * deviation * noise).to(X)], key)
+        C = self.outputs.shape[1]
+        directions = torch.randn(size_of(X, key), C, generator=generator, dtype=torch.float64)
+        return X, torch.nn.functional.normalize(directions, dim=1).to(self.outputs)

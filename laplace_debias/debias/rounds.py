@@ -1,0 +1,220 @@
+"""Rounds of draws from a growing pool: what is drawn, how much it counts, in which group."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from laplace_debias.data.pool import Pool
+from laplace_debias.data.roles import TrainingData
+from laplace_debias.debias.drawn import N_GROUPS, DrawnFactor, DrawnRows
+from laplace_debias.debias.options import AutoOptions
+from laplace_debias.debias.pairs import (
+    PairDraw,
+    draw_pairs,
+    pair_order,
+    pair_vectors,
+)
+from laplace_debias.debias.pool_moments import PoolMoments
+from laplace_debias.kfac.engine import Engine
+from laplace_debias.kfac.gradient_rows import gradient_rows
+from laplace_debias.network.loss import sampled_hessian_root
+
+__all__ = ["Rounds"]
+
+STALE_SHARE = 0.1
+"""Least score of a datum by scores from training, as a share of their mean: all can be drawn."""
+STALE_POOL = 2048
+"""Number of data in forward passes where scores from training save the scoring pass."""
+
+
+class Rounds:
+    """The pool, the draws from it so far, and the output factors that they make.
+
+    Args:
+        engine: Makes the passes, and counts them.
+        data: The loader and N.
+        options: Budgets, scores from training, and the source of the draws.
+        bar: Shows backward passes.
+
+    Attributes:
+        pool: The data read so far.
+        moments: What forward passes told of them.
+        drawn: Weights and groups of all draws.
+        factors: Output factors of all layers but the network's output.
+
+    Raises:
+        ValueError: If scores do not fit the data, or there are more data than N.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> batch = (torch.randn(8, 3), torch.arange(8) % 2)
+        >>> data = TrainingData(batch, None, 8, torch.device("cpu"))
+        >>> rounds = Rounds(Engine(net, "classification"), data, AutoOptions())
+        >>> rounds.grow(8)
+        >>> rounds.draw(8)
+        >>> len(rounds.drawn.weights), rounds.whole, rounds.exhausted
+        (8, True, False)
+        >>> rounds.draw(8)  # the other half of all pairs
+        >>> rounds.exhausted
+        True
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        data: TrainingData,
+        options: AutoOptions,
+        bar: tqdm | None = None,
+    ) -> None:
+        self.engine, self.data, self.options, self.bar = engine, data, options, bar
+        self.pool = Pool(data, options.generator)
+        self.moments = PoolMoments(engine)
+        self.drawn = DrawnRows()
+        self.factors: list[DrawnFactor] = []
+        self.stale = self._stale_scores()
+        self._taken: Tensor | None = None  # which pairs were drawn, [n, C]
+        self._precision, self._drawn_from = 0.0, 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether the pool is the training set."""
+        return self.pool.ended and self.pool.size >= self.data.n_data
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the data have ended, and all their pairs were propagated."""
+        if self.stale is not None or not self.pool.ended or self._taken is None:
+            return False
+        return not bool((self._left() > 0).any())
+
+    @property
+    def scale(self) -> float:
+        """Number N of data over the number that draws are made from."""
+        return self.data.n_data / (self.pool.size if self.stale is None else len(self.stale))
+
+    def grow(self, n_passes: int) -> None:
+        """Read on until the pool fits so many backward passes.
+
+        Args:
+            n_passes: Backward passes of all rounds, with the one that follows.
+        """
+        size = self.options.pool_size(n_passes)
+        if self.stale is not None and self.options.n_pool is None:
+            size = STALE_POOL
+        for X, y in self.pool.grow(size):
+            self.moments.add(X, y)
+        self.data.check_seen({"pool": self.pool.size}, disjoint=True)
+        self.pool.ended = self.pool.ended or self.pool.size >= self.data.n_data
+        if not self.factors:
+            at_output = self.moments.inputs.at_output
+            pairs = zip(self.engine.owned, at_output, strict=True)
+            inner = {p.layers: None for p, last in pairs if not last}  # an ordered set
+            self.factors = [DrawnFactor(layers) for layers in inner]
+
+    def draw(self, m: int) -> None:
+        """A round: draw m pairs that were not drawn before, and propagate them back.
+
+        Args:
+            m: Number of pairs; fewer if fewer are left.
+        """
+        draw, left_to_chance = self._draw(m)
+        if not len(draw):
+            return
+        free = draw.probabilities < 1
+        # A random first group: each is then as likely as the others to have a given pair.
+        turns = free.long().cumsum(0) + torch.randint(
+            N_GROUPS, (), generator=self.options.generator
+        )
+        groups = torch.where(free, turns % N_GROUPS, -1)
+        if not self.whole and self.stale is None:
+            # The pool is a draw itself, and nothing in it certain: groups of data show its noise.
+            groups = draw.data % N_GROUPS
+        growth = 1.0
+        if self.stale is None:
+            growth = self.pool.size / max(self._drawn_from, 1)
+            self._drawn_from = self.pool.size
+        share = 1.0
+        if left_to_chance > 0:
+            precision = int(free.sum()) / left_to_chance**2
+            share = precision / (precision + self._precision)
+            self._precision += precision
+        first = len(self.drawn.weights)
+        distinct = self.stale is None
+        self.drawn.add(draw.probabilities, groups, share, growth, distinct=distinct)
+        for at, (X, y) in self.pool.fetch(draw.data):
+            rows = gradient_rows(self.engine, X, partial(self._vectors, classes=draw.classes[at]))
+            for factor in self.factors:
+                factor.add(
+                    rows[factor.layers],
+                    1 / draw.probabilities[at],
+                    groups[at],
+                    first + at,
+                    len(at) / len(draw),
+                )
+            if self.bar is not None:
+                self.bar.update(len(y))
+        for factor in self.factors:
+            factor.close(share, growth, distinct=distinct)
+
+    def _vectors(self, f: Tensor, classes: Tensor) -> Tensor:
+        """Backward vectors of the pairs; with scores from training, classes are drawn now."""
+        if self.stale is None:
+            return pair_vectors(f, classes.to(f.device), self.engine.likelihood)
+        return sampled_hessian_root(f, self.engine.likelihood, self.options.generator)[:, :, 0]
+
+    def _left(self) -> Tensor:
+        """Scores of the pairs that were not drawn yet, 0 for others."""
+        scores = self.moments.scores.cpu()
+        if self._taken is not None:
+            scores[: len(self._taken)][self._taken] = 0.0
+        return scores
+
+    def _draw(self, m: int) -> tuple[PairDraw, float]:
+        """A draw, and the trace per datum of what it leaves to chance."""
+        generator = self.options.generator
+        if self.stale is not None:
+            return draw_pairs(self.stale[:, None], m, self.stale.argsort(), generator), 1.0
+        scores = self._left()
+        taken = torch.zeros(scores.shape, dtype=torch.bool)
+        if self._taken is not None:
+            taken[: len(self._taken)] = self._taken
+        self._taken = taken
+        if not bool((scores > 0).any()):
+            empty = torch.zeros(0, dtype=torch.long)
+            return PairDraw(empty, empty, torch.zeros(0, dtype=torch.float64)), 0.0
+        moments = self.moments
+        order = pair_order(moments.outputs, moments.features, self.engine.likelihood).cpu()
+        draw = draw_pairs(scores, m, order, generator)
+        taken[draw.data, draw.classes] = True
+        certain = draw.probabilities >= 1
+        if bool(certain.all()):
+            return draw, 0.0
+        sure = scores[draw.data[certain], draw.classes[certain]].sum()
+        return draw, float(scores.sum() - sure) / self.pool.size
+
+    def n_left(self) -> int:
+        """Number of pairs of the pool that carry curvature and were not drawn yet."""
+        return int((self._left() > 0).sum())
+
+    def _stale_scores(self) -> Tensor | None:
+        """Scores from training, none below a share of the mean."""
+        given = self.options.scores
+        if given is None:
+            return None
+        if self.pool.map is None:
+            raise ValueError(
+                "Expected no `scores` with a stream, whose data have no positions, got some. "
+                "Remedy: pass a DataLoader over a map-style dataset, or leave `scores` out."
+            )
+        given, n = torch.as_tensor(given).cpu(), len(self.data.loader.dataset)
+        if len(given) != n:
+            raise ValueError(
+                f"Expected one score for each of the {n} data of the dataset, got {len(given)}. "
+                "Remedy: keep the scores in the order of the dataset."
+            )
+        scores = given[torch.tensor(self.pool.map.positions)]
+        return scores.clamp(min=max(STALE_SHARE * float(scores.mean()), 1e-30))

@@ -1,0 +1,265 @@
+"""Fits to a tolerance, seen from the posterior."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import CurvatureRecorder, Laplace, posterior_distance
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(200, 4, generator=GENERATOR, dtype=torch.float64)
+Y = (X[:, 0] + X[:, 1].square() > 0.5).long() + (X[:, 2] > 1).long()
+
+
+@pytest.fixture(scope="module")
+def net():
+    """A classifier that has learnt something."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3))
+    net = net.double()
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    for _ in range(150):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(X), Y).backward()
+        optimizer.step()
+    net.zero_grad()
+    return net.eval()
+
+
+def loader(y=Y, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(TensorDataset(X, y), batch_size=32, shuffle=True, generator=generator)
+
+
+def auto(net, likelihood="classification", subset="all", data=None, n_data=None, **options):
+    options.setdefault("generator", torch.Generator().manual_seed(1))
+    la = Laplace(net, likelihood, subset, "kron", debias="auto", **options)
+    la.fit(loader() if data is None else data, n_data=n_data)
+    return la
+
+
+def full(net, likelihood="classification", subset="all", y=Y, **options):
+    la = Laplace(net, likelihood, subset, "kron", debias="single", **options)
+    la.fit(loader(y))
+    return la
+
+
+def test_with_all_passes_it_is_the_full_batch(net):
+    la = auto(net, tolerance=None, n_passes=10_000)
+    assert posterior_distance(la, full(net), X[:20]) < 1e-7
+    assert la.fit_report.distance == 0.0
+    assert "full-batch" in la.fit_report.reason
+    assert la.fit_cost.backward <= 600
+    assert float(la.loss) == pytest.approx(float(full(net).loss))
+
+
+@pytest.mark.parametrize("n_passes", [8, 33, 200])
+def test_a_budget_is_spent_and_never_exceeded(net, n_passes):
+    la = auto(net, tolerance=None, n_passes=n_passes)
+    assert 0.95 * n_passes <= la.fit_cost.backward <= n_passes
+    assert la.fit_report.n_passes == la.fit_cost.backward
+    assert la.fit_report.n_forward == la.fit_cost.forward == 200 + la.fit_cost.backward
+
+
+def test_it_is_nearer_than_a_mini_batch_of_as_many_passes(net):
+    reference, ours, theirs = full(net), [], []
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        la = auto(net, tolerance=None, n_passes=64, generator=generator)
+        ours.append(posterior_distance(la, reference, X[:50]))
+        rows = torch.randperm(200, generator=generator)[:32]
+        single = Laplace(net, "classification", "all", "kron", debias="single")
+        single.fit((X[rows], Y[rows]), n_data=200)
+        theirs.append(posterior_distance(single, reference, X[:50]))
+    assert sum(ours) < 0.3 * sum(theirs)
+
+
+def test_a_tolerance_is_reached_by_rounds_that_compute_nothing_twice(net):
+    la = auto(net, tolerance=0.02)
+    assert la.fit_report.distance <= 0.02
+    assert posterior_distance(la, full(net), X[:50]) < 0.04
+    assert la.fit_cost.forward == 200 + la.fit_cost.backward  # the pool once, each pair once
+    assert "tolerance" in la.fit_report.reason or "full-batch" in la.fit_report.reason
+    assert len(str(la.fit_report).splitlines()) == 3
+
+
+def test_a_tighter_tolerance_takes_more_passes(net):
+    loose, tight = (auto(net, tolerance=t).fit_cost.backward for t in (0.3, 0.01))
+    assert loose < tight
+
+
+def test_budgets_that_end_before_the_tolerance_are_told(net):
+    with pytest.warns(UserWarning, match=r"estimated distance of 0\.\d+.*n_passes=64"):
+        auto(net, tolerance=1e-6, n_passes=64)
+    with pytest.warns(UserWarning, match="max_seconds"):
+        auto(net, tolerance=1e-6, max_seconds=1e-3)
+
+
+def test_a_stream_that_ends_too_early_is_told(net):
+    with pytest.warns(UserWarning, match="loader ended after 60 of 5000"):
+        la = auto(
+            net, data=iter([(X[:30], Y[:30]), (X[30:60], Y[30:60])]), n_data=5000, tolerance=1e-4
+        )
+    assert la.fit_report.n_pool == 60
+
+
+def test_a_stream_gives_the_full_batch_too(net):
+    batches = zip(X.split(32), Y.split(32), strict=True)
+    la = auto(net, data=batches, n_data=200, tolerance=None, n_passes=1000)
+    assert posterior_distance(la, full(net), X[:20]) < 1e-7
+
+
+class Mapped(nn.Module):
+    """Takes a mapping."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        """Look at one entry."""
+        return self.net(x["input_ids"])
+
+
+def test_mappings(net):
+    batches = [{"input_ids": x, "labels": y} for x, y in zip(X.split(50), Y.split(50), strict=True)]
+    la = auto(Mapped(net), data=batches, n_data=200, tolerance=None, n_passes=60)
+    plain = auto(net, data=list(zip(X.split(50), Y.split(50), strict=True)), n_data=200,
+                 tolerance=None, n_passes=60)  # fmt: skip
+    for one, two in zip(la.H.eigenvalues, plain.H.eigenvalues, strict=True):
+        torch.testing.assert_close(one[0], two[0])
+
+
+def test_a_last_layer_needs_no_backward_pass(net):
+    la = auto(net, subset="last_layer", tolerance=0.05)
+    assert la.fit_cost.backward == 0
+    assert posterior_distance(la, full(net, subset="last_layer"), X[:20]) < 1e-6
+    assert "no backward pass" in la.fit_report.reason
+
+
+def test_regression_with_two_outputs(net):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    y = torch.stack([X[:, 0], X[:, 1] - X[:, 2]], dim=1)
+    reference = full(net, "regression", y=y, sigma_noise=0.3)
+    la = auto(net, "regression", data=loader(y), sigma_noise=0.3, tolerance=None, n_passes=150)
+    assert posterior_distance(la, reference, X[:50]) < 0.05
+    la = auto(net, "regression", data=loader(y), sigma_noise=0.3, tolerance=None, n_passes=400)
+    assert posterior_distance(la, reference, X[:50]) < 1e-7
+
+
+def test_convolutions_with_several_positions():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+    ).double()
+    x = torch.randn(120, 1, 6, 6, dtype=torch.float64)
+    data = [(x, torch.arange(120) % 3)]
+    reference = Laplace(net, "classification", "all", "kron", debias="single")
+    reference.fit(data, n_data=120)
+    la = auto(net, data=data, n_data=120, tolerance=None, n_passes=60)
+    assert posterior_distance(la, reference, x[:20]) < 0.05
+
+
+def test_scores_from_training_save_the_scoring_pass(net):
+    recorder = CurvatureRecorder(200)
+    recorder.update(torch.arange(200), net(X) + 0.1 * torch.randn(200, 3, dtype=torch.float64))
+    la = auto(net, scores=recorder, tolerance=None, n_passes=150, n_pool=100)
+    assert la.fit_cost.forward == 100 + 150
+    assert posterior_distance(la, full(net), X[:50]) < 0.2
+
+
+def test_a_part_of_the_data_stands_for_all(net):
+    la = auto(net, tolerance=None, n_passes=64, n_pool=100)
+    assert la.fit_report.n_pool == 100
+    distance = posterior_distance(la, full(net), X[:50])
+    report = la.fit_report
+    assert 0.01 < distance < report.distance + 2 * report.standard_error < 0.5
+
+
+def test_the_model_the_generators_and_the_prior_are_left_as_they_were(net):
+    before = [p.detach().clone() for p in net.parameters()]
+    state = torch.get_rng_state()
+    net.train()
+    la = auto(net, prior_precision=3.0)
+    assert net.training and torch.equal(state, torch.get_rng_state())
+    net.eval()
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    assert float(la.prior_precision) == 3.0
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_the_same_generator_gives_the_same_posterior(net):
+    one, two = (auto(net, tolerance=None, n_passes=40) for _ in range(2))
+    for a, b in zip(one.H.eigenvalues, two.H.eigenvalues, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_saved_posterior_is_restored(net):
+    la = auto(net, tolerance=None, n_passes=40)
+    other = Laplace(net, "classification", "all", "kron", debias="auto")
+    other.load_state_dict(la.state_dict())
+    torch.testing.assert_close(la(X[:5]), other(X[:5]))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tolerance": 0.0}, "positive, finite `tolerance`"),
+        ({"tolerance": -1}, "positive, finite `tolerance`"),
+        ({"max_seconds": float("inf")}, "positive, finite `max_seconds`"),
+        ({"n_passes": 4}, "at least 8"),
+        ({"n_passes": 10.5}, "whole number"),
+        ({"tolerance": None}, "`n_passes` with tolerance=None"),
+        ({"scores": torch.tensor([-1.0])}, "non-negative"),
+        ({"n_folds": 3}, "debias='crossfit' only"),
+        ({"fisher": "mc"}, "exact curvature"),
+    ],
+)
+def test_bad_options_are_refused(net, options, words):
+    with pytest.raises(ValueError, match=words):
+        Laplace(net, "classification", "all", "kron", debias="auto", **options)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "options", "words"),
+    [
+        ("classification", {"class_weights": [1.0, 2.0, 3.0]}, "class_weights"),
+        ("regression", {"sigma_noise": torch.tensor([1.0, 2.0, 3.0])}, "one `sigma_noise`"),
+        ("bernoulli", {}, "bernoulli"),
+    ],
+)
+def test_losses_that_are_no_sum_over_pairs_are_refused_by_name(net, likelihood, options, words):
+    y = Y if likelihood == "classification" else torch.nn.functional.one_hot(Y, 3).double()
+    with pytest.raises(ValueError, match=f"debias='auto'.*{words}"):
+        auto(net, likelihood, data=loader(y), **options)
+
+
+def test_scales_of_normalisations_are_refused_by_name():
+    net = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
+    with pytest.raises(ValueError, match="normalisations .*1.weight"):
+        auto(net)
+
+
+def test_its_options_belong_to_it_alone(net):
+    with pytest.raises(ValueError, match="'tolerance' with debias='auto' only"):
+        Laplace(net, "classification", "all", "kron", debias=True, tolerance=0.1)
+
+
+def test_it_does_not_add_to_earlier_fits(net):
+    la = Laplace(net, "classification", "all", "kron", debias="auto")
+    with pytest.raises(ValueError, match="override=True"):
+        la.fit(loader(), override=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        la.fit(loader())
+    with pytest.raises(ValueError, match="debias='auto'"):
+        la.curvature_bias()
+
+
+def test_other_methods_report_their_cost(net):
+    report = full(net).fit_report
+    assert report.distance is None and report.n_passes == 400 and "not estimated" in str(report)

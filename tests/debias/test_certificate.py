@@ -1,0 +1,102 @@
+"""The estimated distance: its parts against dense matrices, and its report."""
+
+import pytest
+import torch
+from torch import nn
+
+from laplace_debias.debias.certificate import (
+    EigenFactors,
+    FitReport,
+    estimated_distance,
+    input_noise,
+    log_deviations,
+    probe_gradients,
+)
+from laplace_debias.kfac.engine import Engine
+
+
+def spd(d, seed):
+    X = torch.randn(2 * d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return X.T @ X
+
+
+@pytest.fixture
+def posterior():
+    """Factors of a weight and a bias, and gradients at five probes."""
+    factors = [(spd(3, 0), spd(2, 1)), (spd(3, 2), None)]
+    J = [torch.randn(5, 3, d, dtype=torch.float64) for d in (2, 1)]
+    return factors, J, torch.tensor([0.7, 1.3], dtype=torch.float64)
+
+
+def blocks_of(factors):
+    found = []
+    for B, A in factors:
+        lam_B, Q_B = torch.linalg.eigh(B)
+        lam_A, Q_A = (None, None) if A is None else torch.linalg.eigh(A)
+        found.append(EigenFactors(Q_B, lam_B, Q_A, lam_A))
+    return found
+
+
+def along_A(factors, J):
+    return [
+        g if A is None else g @ torch.linalg.eigh(A)[1]
+        for (_, A), g in zip(factors, J, strict=True)
+    ]
+
+
+def dense(factors, J, ridges):
+    total = 0
+    for (B, A), g, ridge in zip(factors, J, ridges, strict=True):
+        P = B if A is None else torch.kron(B, A)
+        P = P + ridge * torch.eye(len(P), dtype=P.dtype)
+        flat = g.flatten(1)
+        total = total + (flat * torch.linalg.solve(P, flat.T).T).sum(1)
+    return 0.5 * total.log()
+
+
+def test_deviations_equal_the_dense_ones(posterior):
+    factors, J, ridges = posterior
+    found = log_deviations(blocks_of(factors), along_A(factors, J), ridges)
+    torch.testing.assert_close(found, dense(factors, J, ridges))
+
+
+def test_noise_of_the_input_factors_is_the_derivative(posterior):
+    factors, J, ridges = posterior
+    delta = spd(2, 5) - spd(2, 6)
+    found = input_noise(blocks_of(factors), [delta, None], along_A(factors, J), ridges)
+    (B, A), bias = factors
+    step = 1e-6
+    sides = [dense([(B, A + s * step * delta), bias], J, ridges) for s in (1, -1)]
+    torch.testing.assert_close(found, (sides[0] - sides[1]) / (2 * step), rtol=1e-5, atol=1e-8)
+
+
+def test_gradients_are_those_of_the_output_in_a_direction():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    engine = Engine(net, "classification")
+    X, v = torch.randn(4, 2, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    J = probe_gradients(engine, X, v)
+    for i in range(4):
+        net.zero_grad()
+        (net(X[i : i + 1])[0] @ v[i]).backward()
+        for part, p in zip(J, net.parameters(), strict=True):
+            torch.testing.assert_close(part[i], p.grad.reshape(len(p), -1))
+    assert engine.cost.backward == 0  # probes serve no factor
+
+
+def test_errors_of_known_size_are_found():
+    """With k independent parts of size s / sqrt(k) the mean is that of |t|, times s."""
+    errors = torch.full((3, 50), 0.1 / 3**0.5, dtype=torch.float64)
+    mean, deviation = estimated_distance(errors, torch.zeros(50), n_draws=100_000)
+    assert mean == pytest.approx(0.1 * 1.1027, rel=0.03)  # E|t_3|
+    assert deviation > 0.8 * mean
+    biased, _ = estimated_distance(errors, torch.full((50,), 1.0), n_draws=10_000)
+    assert biased == pytest.approx(1.0, rel=0.02)
+
+
+def test_a_report_has_three_lines_and_says_when_it_does_not_know():
+    known = FitReport("auto", 64, 2000, 32, 5000, 2000, {"passes": 1.0}, 0.031, 0.012, "spent")
+    lines = str(known).splitlines()
+    assert len(lines) == 3
+    assert "3.1 %" in lines[1] and "1.2 %" in lines[1] and "spent" in lines[2]
+    assert "not estimated" in str(FitReport("single", 64, 64, 0, 5000, 0))

@@ -1,0 +1,85 @@
+"""Sums over a pool, against one pass over all of it."""
+
+import torch
+from torch import nn
+
+from laplace_debias.debias import pool_moments
+from laplace_debias.debias.pool_moments import PoolMoments
+from laplace_debias.kfac.engine import Engine
+
+X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.arange(20) % 2
+
+
+def moments_of(*sizes):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    moments = PoolMoments(Engine(net, "classification"))
+    for x, y in zip(X.split(sizes), Y.split(sizes), strict=True):
+        moments.add(x, y)
+    return net, moments
+
+
+def test_mini_batches_add_up_to_the_pool():
+    net, moments = moments_of(7, 7, 6)
+    _, whole = moments_of(20)
+    for one, two in zip(moments.inputs.A, whole.inputs.A, strict=True):
+        assert (one is None) == (two is None)
+        if one is not None:
+            torch.testing.assert_close(one, two)
+    torch.testing.assert_close(moments.outputs, net(X).detach())
+    torch.testing.assert_close(moments.loss, whole.loss)
+    torch.testing.assert_close(moments.features, net[:2](X).detach())
+    assert moments.one_row == [True] * 4
+
+
+def test_decompositions_are_kept_until_the_pool_grows():
+    _, moments = moments_of(20)
+    first = moments.decomposed()
+    assert moments.decomposed() is first
+    moments.add(X, Y)
+    assert moments.decomposed() is not first
+
+
+def test_halves_differ_by_the_noise_of_the_pool():
+    """Half the difference of two halves varies as the error of the whole."""
+    generator = torch.Generator().manual_seed(0)
+    squares, errors = [], []
+    for _ in range(200):
+        moments = PoolMoments(Engine(nn.Linear(2, 2).double(), "classification"))
+        for _ in range(2):
+            x = torch.randn(25, 2, generator=generator, dtype=torch.float64)
+            moments.add(x, torch.zeros(25, dtype=torch.long))
+        squares.append(moments.halves(10**9)[0].square())
+        errors.append((moments.inputs.A[0] - torch.eye(2)).square())
+    ratio = torch.stack(squares).mean(0) / torch.stack(errors).mean(0)
+    torch.testing.assert_close(ratio, torch.ones(2, 2, dtype=torch.float64), rtol=0.3, atol=0)
+
+
+def test_probes_are_data_and_far_inputs_from_a_seed_of_their_own():
+    _, moments = moments_of(20)
+    before = torch.get_rng_state()
+    x, directions = moments.probes()
+    assert torch.equal(before, torch.get_rng_state())
+    assert len(x) == 32 and directions.shape == (32, 2)
+    torch.testing.assert_close(x[:16], X[:16])
+    torch.testing.assert_close(directions.norm(dim=1), torch.ones(32, dtype=torch.float64))
+    assert float(x[16:].std()) > 1.5 * float(X.std())
+
+
+def test_layers_of_many_positions_see_no_more_data_than_pay(monkeypatch):
+    monkeypatch.setattr(pool_moments, "LEAST_DATA", 8)
+    monkeypatch.setattr(pool_moments, "MOST_MULTIPLICATIONS", 1.0)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(8, 3)).double()
+    engine = Engine(net, "classification")
+    x, moments = torch.randn(20, 1, 3, 3, dtype=torch.float64), PoolMoments(engine)
+    for part in x.split(4):
+        moments.add(part, torch.zeros(4, dtype=torch.long))
+    for i, n in ((0, 8), (2, 20)):  # the convolution from 8 images, the linear layer from all
+        expected = Engine(net, "classification").factors(x[:n], outputs=False).A[i]
+        torch.testing.assert_close(moments.inputs.A[i], expected)
+        assert moments.share(i) == n / 20
+    assert not moments.complete
+    halves = moments.halves(20)
+    assert halves[0] is not None and halves[2] is None  # all data leave nothing to chance

@@ -1,0 +1,32 @@
+"""The laboratory of estimators, on a problem of a second."""
+
+import torch
+from torch import nn
+
+from examples.research import inverse_lab
+from examples.research.inverse_lab import certificate, leak, prior_changes, rows_of, table
+from examples.research.inverse_problems import InverseProblem, mlp
+
+
+def problem():
+    torch.manual_seed(0)
+    x = torch.randn(80, 2).double()
+    net = mlp(2, 5, 1, activation=nn.Tanh).double()
+    return InverseProblem("made", net, "regression", x, x[:, :1], x[:5], (1.0,), 0.3)
+
+
+def test_every_method_has_its_distances(tmp_path, monkeypatch):
+    monkeypatch.setattr(inverse_lab, "budgets_of", lambda p: (16, 32))
+    p = problem()
+    rows = rows_of(p, list(inverse_lab.METHODS), 2, tmp_path)
+    assert len(rows) == 2 * 2 * len(inverse_lab.METHODS)
+    assert all(row["test"] > 0 and row["far"] > 0 for row in rows)
+    assert "| auto |" in table(p, rows)
+    assert rows_of(p, ["auto"], 2, tmp_path) == [r for r in rows if r["method"] == "auto"]
+    assert certificate(p, 2, tmp_path).count("\n") == 1
+    assert "made" in prior_changes(p, 1)
+
+
+def test_large_curvature_leaks_into_small_directions(tmp_path):
+    ratio = leak(tmp_path / "leak.png")  # the curvature along a direction, over what is needed
+    assert float(ratio.max()) > 2 and float(ratio.min()) >= 1 - 1e-9
