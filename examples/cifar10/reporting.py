@@ -2,10 +2,10 @@
 
     python -m examples.cifar10.reporting --out OUT     # of all the runs kept beside this file
 
-Needs neither data nor weights. OUT receives the paper's figure for each run
-(``cifar10_RUN.png``: accuracy, NLL and ECE of the test set against the prior precision), the same
-for its other sets (``cifar10_RUN_sets.png``: a row for the training images and for each severity
-of corruption, with the AUROC), and the runs on one network beside each other
+Needs neither data nor weights. OUT receives the paper's figure for each run in the
+paper's terms (``cifar10_RUN.png``: accuracy, NLL and ECE of the test set against the prior
+precision), the same for its other sets (``cifar10_RUN_sets.png``: a row for the training images and
+for each severity of corruption, with the AUROC), and all runs on one network beside each other
 (``cifar10_factors.png``). The tables are printed.
 """
 
@@ -115,12 +115,28 @@ def draw(result: ComparisonResult, out: Path, name: str = "figure") -> list[Path
 def draw_beside(results: Mapping[str, ComparisonResult], path: Path, metric: str = "nll") -> None:
     """Save one metric of several runs, each in a panel of its own with its title."""
     plt.switch_backend("agg")
+<<<<<<< HEAD
+    figure, panels = plt.subplots(
+        1, len(results), figsize=(4.2 * len(results), 3.8), layout="constrained", squeeze=False
+    )
+    for ax, (title, result) in zip(panels[0], results.items(), strict=True):
+        plot_comparison(result, [metric], [ax])
+        size = result.budgets(result.reference)[0]
+        ax.set_title(f"{title}\n{result.reference}: {size} images", fontsize=10)
+    for legend in list(figure.legends):
+        legend.remove()
+    # one legend for all panels, whose references are of different sizes
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    labels = [label.split(" (")[0] for label in labels]
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
+=======
     widths = [_n_budgets(result) for result in results.values()]
     figure = plt.figure(figsize=(2.2 * sum(widths) + 1, 3.8), layout="constrained")
     parts = figure.subfigures(1, len(results), squeeze=False, width_ratios=widths).ravel()
     for part, width, (title, result) in zip(parts, widths, results.items(), strict=True):
         plot_comparison(result, [metric], part.subplots(1, width, squeeze=False, sharey=True))
         part.suptitle(title, fontsize=10)
+>>>>>>> main
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -191,7 +207,8 @@ def main(argv: list[str] | None = None) -> dict[str, ComparisonResult]:
     runs = reported_runs()
     args.out.mkdir(parents=True, exist_ok=True)
     for name, result in runs.items():
-        draw(result, args.out, f"cifar10_{name}")
+        if name.endswith("label"):  # in the paper's own terms
+            draw(result, args.out, f"cifar10_{name}")
         (HERE / f"reported_{name}" / "table.txt").write_text(report(result))
     same = {RUNS[name]: run for name, run in runs.items() if not name.startswith("trained")}
     draw_beside(same, args.out / "cifar10_factors.png")

@@ -109,3 +109,22 @@ def test_the_reported_run_can_be_redrawn():
         ratios = result.gap_ratio("nll", method)
         assert line == [f"{ratios[budget]:.2f}" for budget in budgets]
         assert between.join(line) in readme
+
+
+def test_the_page_and_the_readme_say_what_the_kept_cells_say(tmp_path):
+    runs = reporting.reported_runs()
+    assert set(runs) == set(reporting.RUNS)
+    page = (ROOT / "docs" / "results" / "cifar10.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    named = {reporting.RUNS[name]: run for name, run in runs.items()}
+    for metric in ("nll", "ece", "accuracy"):
+        assert reporting.gap_table(named, metric) in page
+    for name in ("backpack_label", "trained_backpack_label"):
+        assert reporting.curve_table(runs[name]) in page
+    bars = {"backpack_label": (0.15, 0.15), "backpack_exact": (0.3, 0.3)}
+    for name, most in (bars | {"trained_backpack_label": (0.4, 0.3)}).items():
+        ratios = runs[name].gap_ratio("nll")
+        for budget, bar in zip((64, 256), most, strict=True):
+            assert ratios[budget] <= bar
+            digits = 3 if ratios[budget] < 0.1 else 2
+            assert f"**{ratios[budget]:.{digits}f}**" in readme
