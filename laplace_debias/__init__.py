@@ -1,5 +1,16 @@
 """Debiased K-FAC Laplace approximations from mini-batches, for laplace-torch."""
 
+try:
+    import torchmetrics  # noqa: F401  imports torchvision where there is one
+except RuntimeError as error:
+    if "torchvision" not in str(error):
+        raise
+    raise ImportError(
+        "Expected a torchvision that belongs to this torch, or none, got one that does not load "
+        f"({error}). Remedy: `pip uninstall torchvision`, which this library does not need, or "
+        "install matching versions of both, `pip install --upgrade torch torchvision`."
+    ) from error
+
 from laplace_debias.comparison import (
     ComparisonResult,
     CustomMethod,
@@ -30,6 +41,7 @@ from laplace_debias.network import (
     FreezeSummary,
     LayerCheck,
     ModelCheck,
+    bake_parametrizations,
     check_model,
     freeze_unsupported,
 )
@@ -55,6 +67,7 @@ __all__ = [
     "LayerCheck",
     "freeze_unsupported",
     "FreezeSummary",
+    "bake_parametrizations",
     # prediction and prior precision
     "linearized_predictive",
     "LinearizedPredictive",

@@ -29,6 +29,7 @@ from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox, Outp
 from laplace_debias.kfac.norms import NormGram
 from laplace_debias.kfac.row_counts import RowCounter, input_rows, output_rows
 from laplace_debias.network.calling import call_model
+from laplace_debias.network.check import agree
 from laplace_debias.network.layers import (
     has_rows_last,
     is_kfac_layer,
@@ -73,6 +74,8 @@ class Engine:
         cost: What all passes so far have cost.
         reached: Parameters whose layers some datum has reached. A mini-batch that does not reach
             them tells that they have no curvature there; others are refused.
+        first_output: What the first datum to come gives by itself, ``[1, C]``, if that is known:
+            its mini-batch must give the same.
 
     Raises:
         ValueError: If the model has no trainable parameter, K-FAC cannot represent one, or an
@@ -97,6 +100,7 @@ class Engine:
     objective: Objective = field(default_factory=Objective)
     cost: FitCost = field(default_factory=FitCost)
     reached: set[str] = field(default_factory=set)
+    first_output: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Look up who owns the parameters."""
@@ -186,6 +190,7 @@ class Engine:
             with torch.set_grad_enabled(outputs), recorder.recording():
                 f = check_outputs(call_model(self.root, x))
             n, C = f.shape
+            self._check_first(f.detach())
             self._check_called(recorder, outputs)
             white = f.detach()
             if y is not None:
@@ -314,6 +319,17 @@ class Engine:
             p.name: scales[p.name].result() if p.scales else _total([B[m] for m in p.layers])
             for p in self.owned
         }
+
+    def _check_first(self, f: Tensor) -> None:
+        """Raise if the very first datum's output is another one in its mini-batch."""
+        expected, self.first_output = self.first_output, None
+        if expected is not None and not agree(f[:1], expected):
+            raise ValueError(
+                "Expected one row of outputs for each datum, whatever passes with it, got another "
+                f"output of the first datum by itself than among {len(f)}. Remedy: let the model "
+                "treat each datum by itself, and normalise with statistics of the training. "
+                "`verify=False` turns this check off."
+            )
 
     def _check_called(self, recorder: Recorder, outputs: bool) -> None:
         """Raise if a layer was never called so far, or called without gradients."""

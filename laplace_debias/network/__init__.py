@@ -20,6 +20,7 @@ from laplace_debias.network.loss import (
     softmax_hessian_root,
 )
 from laplace_debias.network.model_check import ModelCheck, check_model
+from laplace_debias.network.parametrized import bake_parametrizations
 from laplace_debias.network.preserve import evaluation_mode, preserved
 from laplace_debias.network.verify import LayerCheck
 
@@ -35,6 +36,7 @@ __all__ = [
     "SAMPLERS",
     "Sampler",
     "backward_vectors",
+    "bake_parametrizations",
     "check_model",
     "check_supported",
     "curvature_scores",

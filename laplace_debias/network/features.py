@@ -17,13 +17,19 @@ import torch
 from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs, widen
+from laplace_debias.data.inputs import Inputs, Keys, take, widen
 from laplace_debias.network.calling import call_model, pick_tensor
-from laplace_debias.network.preserve import preserved
-from laplace_debias.network.recorder import Recorder
+from laplace_debias.network.preserve import devices_of, evaluation_mode, preserved
+from laplace_debias.network.recorder import Recorder, check_outputs
 from laplace_debias.network.upstream import feature_extractor, last_layer_name, last_layer_of
 
-__all__ = ["LastLayerNetwork", "computing_model", "detached_features", "outputs_and_features"]
+__all__ = [
+    "LastLayerNetwork",
+    "computing_model",
+    "detached_features",
+    "first_output",
+    "outputs_and_features",
+]
 
 LEFTOVERS = {"fisher", "_backpack_extend"}
 """Attributes that ASDL and BackPACK leave on modules, and for which they refuse each other's."""
@@ -239,3 +245,23 @@ def _float32_copy(model: nn.Module, last_layer: bool) -> nn.Module:
         enable_backprop=extractor.enable_backprop,
         feature_reduction=extractor.feature_reduction,
     )
+
+
+def first_output(model: nn.Module, x: Inputs, key: Keys = "input_ids") -> Tensor:
+    """What a network makes of the first datum by itself.
+
+    Args:
+        model: The network.
+        x: Inputs of a mini-batch.
+        key: Which entries of a mapping run over the data.
+
+    Returns:
+        Outputs ``[1, C]``.
+
+    Example:
+        >>> first_output(nn.Identity(), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([[1., 2.]])
+    """
+    devices = devices_of(list(model.parameters()))
+    with evaluation_mode(model), torch.no_grad(), torch.random.fork_rng(devices):
+        return check_outputs(call_model(model, take(x, slice(0, 1), key)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs, Keys, rows_of, size_of, take, tensors_of
 from laplace_debias.network.calling import call_model
@@ -21,6 +21,7 @@ from laplace_debias.network.ownership import OwnedParameter, owned_parameters
 from laplace_debias.network.preserve import devices_of, differentiable, evaluation_mode
 from laplace_debias.network.products import has_own_forward
 from laplace_debias.network.recorder import check_outputs
+from laplace_debias.network.remembered import question_of, recall, remember
 from laplace_debias.network.upstream import feature_extractor, last_layer_name, last_layer_of
 
 __all__ = [
@@ -125,21 +126,18 @@ def check_order(
 
     Args:
         model: The network.
-        x: Inputs of a mini-batch; its first few data are looked at.
-        key: Which entries of a mapping run over the data, see
-            :func:`laplace_debias.data.inputs.take`.
+        x: Inputs of a mini-batch.
+        key: Which entries of a mapping run over the data.
         whole: Whether to pass the whole mini-batch as well.
 
     Returns:
         What is wrong, or ``None``.
 
     Example:
-        >>> check_order(nn.Linear(2, 1), torch.randn(3, 2)) is None
-        True
         >>> print(check_order(nn.Softmax(dim=0), torch.randn(3, 2)))
         an output depends on which data pass together
     """
-    n = min(size_of(x, key), N_CHECKED)
+    n = min(total := size_of(x, key), N_CHECKED)
     devices = devices_of(list(model.parameters()))
     with differentiable(model, []), torch.no_grad(), torch.random.fork_rng(devices):
         few = take(x, slice(0, n), key)
@@ -148,11 +146,16 @@ def check_order(
             return "the outputs of some data differ from those of the whole mini-batch"
         if n == 1:
             return None
-        turned = call_model(model, take(few, torch.arange(n).flip(0), key))
-        if not agree(check_outputs(turned).flip(0), f):
+        order, k = torch.arange(n).roll(1), n - (total > n)  # no datum stays in its place
+        other = torch.cat([order[:k], torch.tensor([total - 1])])[:n]  # one gives way to another
+
+        def outputs(some: Inputs) -> Tensor:
+            return check_outputs(call_model(model, some))
+
+        fine = agree(outputs(take(x, other, key))[:k], f[order[:k]])
+        if not fine and not agree(outputs(take(few, order, key)), f[order]):
             return "outputs do not follow the order of the data"
-        alone = [call_model(model, take(few, slice(i, i + 1), key)) for i in range(n)]
-        if not agree(torch.cat([check_outputs(one) for one in alone]), f):
+        if not fine or not agree(outputs(take(few, slice(0, 1), key)), f[:1]):
             return "an output depends on which data pass together"
     return None
 
@@ -263,17 +266,20 @@ def verify_last_layer(
         >>> verify_last_layer(net, torch.randn(3, 2))
     """
     verify_data(model, x, key, targets)
+    question = question_of("end", x, key, targets)
+    if recall(model, question, x):
+        return
     few = take(x, slice(0, min(size_of(x, key), N_CHECKED)), key)
     with evaluation_mode(model), torch.no_grad():
         f, phi = outputs_and_features(feature_extractor(model), few)
-        end = last_layer_of(model)(phi)
-    if not agree(end.reshape(-1), f.reshape(-1)):
+    if not agree(last_layer_of(model)(phi).detach().reshape(-1), f.reshape(-1)):
         raise ValueError(
             f"Expected the model to end in its last layer '{last_layer_name(model)}', got outputs "
             "that differ from that layer's (a temperature, a scaling, a function after it). "
             "Remedy: end the model there, or use subset_of_weights='all' with the other layers "
             f"frozen. {_OFF}"
         )
+    remember(model, question, x, True)
 
 
 def verify_data(model: nn.Module, x: Inputs, key: Keys, targets: str = "labels") -> None:
@@ -291,9 +297,13 @@ def verify_data(model: nn.Module, x: Inputs, key: Keys, targets: str = "labels")
     Example:
         >>> verify_data(nn.Linear(2, 1), torch.randn(3, 2), "x")
     """
+    question = question_of("data", x, key, targets)
+    if recall(model, question, x):
+        return
     wrong = check_data(model, x, key, targets)
     if wrong is not None:
         raise ValueError(
             f"Expected one row of outputs for each datum, whatever passes with it, got: {wrong}. "
             f"Remedy: let the model treat each datum by itself. {_OFF}"
         )
+    remember(model, question, x, True)

@@ -36,13 +36,14 @@ from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
 from laplace_debias.kfac.upstream import BackendEngine, choose_backend, supported_types
 from laplace_debias.network.calling import OutputPicker
-from laplace_debias.network.features import computing_model, detached_features
+from laplace_debias.network.features import computing_model, detached_features, first_output
 from laplace_debias.network.freezing import check_supported
 from laplace_debias.network.layers import SUPPORTED_TYPES
 from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
 from laplace_debias.network.objective import Objective, objective_of
 from laplace_debias.network.ownership import transposed_parameters
 from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.remembered import forget
 from laplace_debias.network.selection import Parameters, select_parameters, selected
 from laplace_debias.network.upstream import (
     PrivateProtocol,
@@ -363,12 +364,14 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         """Check the model that an engine computes with, on a few data."""
         keys = (row_keys(self), self.dict_key_y)
         with engine.cost.stage("verification"):
+            forget(model)
             if is_last_layer(self):
                 verify_last_layer(model, X, *keys)
-            elif isinstance(engine, Engine):
-                engine.reached |= verify_layers(model, X, *keys)
             else:
-                verify_layers(model, X, *keys, inside=False)
+                reached = verify_layers(model, X, *keys, inside=isinstance(engine, Engine))
+            if isinstance(engine, Engine):
+                engine.reached |= set() if is_last_layer(self) else reached
+                engine.first_output = first_output(model, X, keys[0])
 
     @property
     def observation_noise(self) -> Tensor:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take, tensors_of
-from laplace_debias.network.check import N_CHECKED
 from laplace_debias.network.layers import has_rows_last, is_norm, is_transposed
 from laplace_debias.network.ownership import is_ordinary, owners
 from laplace_debias.network.unfold import patch_order
@@ -83,12 +82,13 @@ class LayerJacobians:
         known = (n > 1, *((t.shape[1:], t.dtype) for t in tensors_of(x)))
         if known in self._bytes:
             return self._bytes[known]
-        probe = run(self.model, take(x, slice(0, 1), self.key), self.modules)
+        m = min(n, 2)  # as many as it takes to tell the data apart
+        probe = run(self.model, take(x, slice(0, m), self.key), self.modules)
         C, held = probe.f.shape[1], 1
         for call in (call for calls in probe.calls.values() for call in calls):
-            held += (C + 4) * call.shape.numel() + 2 * call.kept_input.numel()
+            held += ((C + 4) * call.shape.numel() + 2 * call.kept_input.numel()) // m
         for i, block in enumerate(self.blocks):
-            if i in self._misplaced or isinstance(self._sources(block, probe, min(n, 2)), str):
+            if i in self._misplaced or isinstance(self._sources(block, probe, m), str):
                 held += 2 * C * block.param.numel()  # its Jacobian will be formed
         self._bytes[known] = (
             held * torch.finfo(torch.promote_types(probe.f.dtype, torch.float32)).bits // 8
@@ -98,9 +98,8 @@ class LayerJacobians:
     def _check(self, x: Inputs) -> None:
         """Find the parameters whose rows do not make up the Jacobian of a few data."""
         verify_data(self.model, x, self.key, self.targets)
-        few, params = take(x, slice(0, N_CHECKED), self.key), [block.param for block in self.blocks]
         self._misplaced |= misplaced_rows(
-            self.model, few, self.key, self.modules, params,
+            self.model, x, self.key, self.modules, [block.param for block in self.blocks],
             lambda i, capture, n: self._sources(self.blocks[i], capture, n),
         )  # fmt: skip
 

@@ -12,6 +12,7 @@ from laplace_debias.network.calling import call_model
 from laplace_debias.network.check import agree, derivatives, random_steps
 from laplace_debias.network.layers import is_norm, is_transposed
 from laplace_debias.network.recorder import LayerCall
+from laplace_debias.network.remembered import question_of, recall, remember
 from laplace_debias.network.unfold import patch_order
 from laplace_debias.predictive.probing import (
     Capture,
@@ -23,6 +24,8 @@ from laplace_debias.predictive.probing import (
 
 __all__ = ["misplaced_rows", "row_responses"]
 
+N_DATA = 2
+"""Number of data that are enough to tell whose rows they are."""
 Source = tuple[LayerCall, "int | None"]
 
 
@@ -76,12 +79,12 @@ def misplaced_rows(
 ) -> set[int]:
     """Which parameters' rows do not make up the Jacobian, datum by datum.
 
-    The data are passed one by one, with gradients of the parameters themselves, and together in
-    two orders, with the rows that the layers recorded.
+    The first two data are passed one by one, with gradients of the parameters themselves, and
+    together in two orders, with the rows that the layers recorded. What was found is remembered.
 
     Args:
         model: The model, in evaluation mode with gradients on.
-        x: Inputs of a few data.
+        x: Inputs of a mini-batch.
         key: Which entries of a mapping run over the data.
         modules: The layers to record.
         params: The parameters.
@@ -97,7 +100,13 @@ def misplaced_rows(
         >>> misplaced_rows(net, torch.ones(2, 2), "x", [net], [net.weight], calls)
         set()
     """
-    n, steps, wrong = size_of(x, key), random_steps(params), set()
+    n, wrong = min(size_of(x, key), N_DATA), set[int]()
+    question = question_of("rows", x, key, n, tuple(map(id, params)))
+    known: set[int] | None = recall(model, question, x)
+    if known is not None:
+        return known
+    whole, x = x, take(x, slice(0, n), key)
+    steps = random_steps(params)
     vectors: Tensor | None = None
     alone = []  # [n][parameter]
     for i in range(n):
@@ -133,4 +142,5 @@ def misplaced_rows(
                 truth = (grad * steps[i]).sum()
                 if not agree(said[row], truth, torch.maximum(grad.norm(), scale.max())):
                     wrong.add(i)
+    remember(model, question, whole, wrong)
     return wrong
