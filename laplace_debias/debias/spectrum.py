@@ -16,20 +16,19 @@ from laplace.utils import KronDecomposed
 from torch import Tensor
 
 from laplace_debias.kfac.factors import Block
+from laplace_debias.kfac.rotations import curvature_along
 
 __all__ = [
     "FitResult",
     "check_finite",
     "curvature_along",
     "decompose",
+    "eigenbasis",
     "eigh_float64",
     "rebuild",
     "reevaluate",
     "same_output",
 ]
-
-# Rows of a symmetric matrix that are multiplied at once.
-_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -97,16 +96,55 @@ def decompose(
         >>> lam[0][0].tolist()
         [1.0, 3.0]
     """
-    Q, lam = [], []
-    pairs: list[tuple[Tensor, Tensor]] = []
-    previous: Sequence[Tensor] = ()
-    for block, name in zip(factors, names, strict=True):
-        shared = pairs[:1] if same_output(block, previous) else []
-        pairs = shared + [eigh_float64(factor, name) for factor in block[len(shared) :]]
-        previous = block
-        lam.append([values.clamp(min=0.0) for values, _ in pairs])
-        Q.append([vectors for _, vectors in pairs])
-    return Q, lam
+    return eigenbasis([list(block) for block in factors], names)
+
+
+def eigenbasis(
+    blocks: list[Block], names: Sequence[str], scale: float = 1.0, dtype: torch.dtype | None = None
+) -> tuple[list[Block], list[list[Tensor]]]:
+    r"""Eigendecompose every factor in float64, the largest first, and free each on the way.
+
+    Args:
+        blocks: Blocks ``[B, A]`` or ``[B]``, whose factors are taken out one by one: as long as
+            nobody else holds them, bases take the place of factors, and at no time there is more
+            than one set of both.
+        names: One name per block, for the error message.
+        scale: Multiplies every ``B``.
+        dtype: Type in which eigenvectors are kept; float64 by default.
+
+    Returns:
+        Eigenvectors and eigenvalues as :func:`decompose` gives them. Blocks with the same ``B``
+        share one tensor of eigenvectors.
+
+    Raises:
+        ValueError: As :func:`decompose`.
+
+    Example:
+        >>> blocks = [[torch.diag(torch.tensor([3.0, 1.0]))]]
+        >>> Q, lam = eigenbasis(blocks, ["bias"], scale=2.0)
+        >>> lam[0][0].tolist(), blocks
+        ([2.0, 6.0], [[]])
+    """
+    shared = [i > 0 and same_output(block, blocks[i - 1]) for i, block in enumerate(blocks)]
+    jobs = [(i, f) for i, block in enumerate(blocks) for f in range(len(block))]
+    sizes = {(i, f): len(blocks[i][f]) for i, f in jobs}
+    waiting: dict[tuple[int, int], Tensor] = {(i, f): blocks[i][f] for i, f in jobs}
+    for block in blocks:
+        block.clear()
+    pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    for i, f in sorted(jobs, key=lambda job: (-sizes[job], job)):
+        factor = waiting.pop((i, f))
+        if f == 0 and shared[i]:
+            pairs[i, f] = pairs[i - 1, f]
+            continue
+        factor = factor if f or scale == 1 else factor * scale
+        values, vectors = eigh_float64(factor, names[i])
+        pairs[i, f] = vectors.to(dtype or torch.float64), values.clamp(min=0.0)
+    layout = [[(i, f) for j, f in jobs if j == i] for i in range(len(names))]
+    return (
+        [[pairs[job][0] for job in block] for block in layout],
+        [[pairs[job][1] for job in block] for block in layout],
+    )
 
 
 def same_output(block: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
@@ -158,33 +196,6 @@ def reevaluate(
             values.append(curvature_along(C, Q_f).clamp(min=0.0))
         lam.append(values)
     return lam
-
-
-def curvature_along(M: Tensor, Q: Tensor) -> Tensor:
-    r"""Curvature of a symmetric matrix along directions, :math:`\mathrm{diag}(Q^\top M Q)`.
-
-    Blocks below the diagonal count twice, those above are not read: nearly half of the product.
-
-    Args:
-        M: Symmetric matrix ``[d, d]``, of any floating point type.
-        Q: Directions ``[d, k]`` in columns.
-
-    Returns:
-        Curvatures ``[k]`` in the type of ``Q``.
-
-    Example:
-        >>> curvature_along(torch.tensor([[2.0, 1.0], [1.0, 4.0]]), torch.tensor([[1.0], [1.0]]))
-        tensor([8.])
-    """
-    values = Q.new_zeros(Q.shape[1])
-    for start in range(0, len(M), _ROWS):
-        here = slice(start, start + _ROWS)
-        rows = M[here, : start + _ROWS].to(Q.dtype)
-        product = rows[:, start:] @ Q[here]
-        if start:
-            product.addmm_(rows[:, :start], Q[:start], alpha=2.0)
-        values += (Q[here] * product).sum(0)
-    return values
 
 
 def rebuild(Q: Sequence[Sequence[Tensor]], lam: Sequence[Sequence[Tensor]]) -> list[Block]:

@@ -4,21 +4,33 @@ Both roles are scaled to N data, :math:`K_1 = U \Lambda U^\top` is decomposed in
 data of their own for the curvatures the eigenvalues are :math:`\mathrm{diag}(U^\top K_2 U)`, factor
 by factor: the paper's method. Without, they are :math:`\Lambda`: the plain K-FAC of these data, and
 with all data the full batch.
+
+With this package's engine the curvatures' factors are never formed: once the directions are there,
+only the squares of rotated rows are added up (:mod:`laplace_debias.kfac.rotations`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from dataclasses import replace
+from typing import Protocol, cast
 
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from laplace_debias.data.inputs import Batch, Inputs
 from laplace_debias.data.roles import CURVATURES, DIRECTIONS, TrainingData
-from laplace_debias.debias.spectrum import FitResult, decompose, rebuild, reevaluate
+from laplace_debias.debias.spectrum import (
+    FitResult,
+    check_finite,
+    decompose,
+    eigenbasis,
+    rebuild,
+    reevaluate,
+)
 from laplace_debias.kfac.counts import FitCost
-from laplace_debias.kfac.factors import Factors, merge
+from laplace_debias.kfac.engine import Engine
+from laplace_debias.kfac.factors import Block, Factors, merge
 
 __all__ = ["FactorEngine", "fit_factors", "fit_single", "fit_two_batch"]
 
@@ -64,6 +76,8 @@ def fit_single(
         (100, True)
     """
     batches = ((DIRECTIONS, batch) for batch in data.read())
+    if past is None:
+        return _fit_freeing(engine, data, batches, progress_bar)
     roles = _accumulate(engine, batches, progress_bar)
     data.check_seen({role: total.n for role, total in roles.items()}, disjoint=True)
     with engine.cost.stage("decompositions"):
@@ -76,6 +90,7 @@ def fit_two_batch(
     *,
     past: FitResult | None = None,
     progress_bar: bool = False,
+    keep_factors: bool = False,
 ) -> FitResult:
     """Fit with directions from some data and curvatures from others: the paper's method.
 
@@ -84,6 +99,8 @@ def fit_two_batch(
         data: One or two loaders and N, see :meth:`TrainingData.in_roles`.
         past: An earlier fit to add to.
         progress_bar: Whether to show one, advanced by mini-batches.
+        keep_factors: Whether to form and keep the curvatures' factors, which a later fit can be
+            added to.
 
     Returns:
         The fit.
@@ -100,11 +117,74 @@ def fit_two_batch(
         >>> [len(values) for values in fit.lam_tilde[0]]
         [3, 2]
     """
-    roles = _accumulate(engine, data.in_roles(), progress_bar)
-    counts = {role: total.n for role, total in roles.items()}
-    data.check_seen(counts, disjoint=data.curvature_loader is None)
-    with engine.cost.stage("decompositions"):
-        return fit_factors(roles[DIRECTIONS], roles[CURVATURES], data.n_data, past)
+    if past is not None and not past.curvatures:
+        raise ValueError(
+            "Expected an earlier fit that kept the factors of its curvatures' data, got one that "
+            "only measured along its directions. Remedy: make every fit with `override=False`, the "
+            "first as well."
+        )
+    if keep_factors or past is not None or not isinstance(engine, Engine):
+        roles = _accumulate(engine, data.in_roles(), progress_bar)
+        counts = {role: total.n for role, total in roles.items()}
+        data.check_seen(counts, disjoint=data.curvature_loader is None)
+        with engine.cost.stage("decompositions"):
+            return fit_factors(roles[DIRECTIONS], roles[CURVATURES], data.n_data, past)
+    return _fit_freeing(engine, data, data.in_roles(), progress_bar)
+
+
+def _fit_freeing(
+    engine: FactorEngine,
+    data: TrainingData,
+    batches: Iterable[tuple[str, Batch]],
+    progress_bar: bool,
+) -> FitResult:
+    """The same, with at most one set of factors at a time: bases take their place."""
+    directions: list[Factors] = []  # one, or none once its blocks are decomposed
+    curvatures: Factors | None = None
+    basis: _Basis | None = None
+    with tqdm(disable=not progress_bar, unit="batch") as bar:
+        for role, (X, y) in batches:
+            bar.set_description(f"[K-FAC: {role}]")
+            if role == DIRECTIONS:
+                new = engine.factors(X, y)
+                directions = [directions.pop() + new if directions else new]
+                del new
+            else:
+                basis = basis or _Basis(directions, data.n_data, engine.cost)
+                rotated = cast(Engine, engine).factors(X, y, along=basis.Q)
+                curvatures = rotated if curvatures is None else curvatures + rotated
+            bar.update()
+    basis = basis or _Basis(directions, data.n_data, engine.cost)
+    return basis.fit(data, curvatures)
+
+
+class _Basis:
+    """The eigenbasis of the directions, in the place of their factors."""
+
+    def __init__(self, directions: list[Factors], n_data: int, cost: FitCost) -> None:
+        with cost.stage("decompositions"):
+            blocks, self.seen = _taken(directions.pop())
+            scale, dtype = n_data / self.seen.weight, blocks[0][0].dtype
+            self.Q, self.lam = eigenbasis(blocks, self.seen.names, scale, dtype)
+
+    def fit(self, data: TrainingData, curvatures: Factors | None) -> FitResult:
+        """The fit, from the curvatures that other data measured along the basis, if any."""
+        seen = [self.seen] if curvatures is None else [self.seen, curvatures]
+        counts = dict(zip((DIRECTIONS, CURVATURES), (each.n for each in seen), strict=False))
+        data.check_seen(counts, disjoint=data.curvature_loader is None)
+        lam_tilde = self.lam if curvatures is None else curvatures.scaled_to(data.n_data)
+        for name, block in zip(self.seen.names, lam_tilde, strict=True):
+            for values in block:
+                check_finite(values, name)
+        losses = [each.summed_loss for each in seen]
+        loss = sum(losses[1:], losses[0]) * (data.n_data / sum(counts.values()))
+        return FitResult(self.Q, self.lam, lam_tilde, [], loss, data.n_data, self.seen.n_outputs)
+
+
+def _taken(factors: Factors) -> tuple[list[Block], Factors]:
+    """The blocks of some factors, and the factors without them."""
+    none = (None,) * len(factors.names)
+    return factors.blocks, replace(factors, B=none, A=none)
 
 
 def fit_factors(

@@ -15,7 +15,7 @@ alone: the data worth backward passes for B need not be those that serve A.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.targets import check_targets
 from laplace_debias.kfac.counts import FitCost
-from laplace_debias.kfac.factors import Factors
-from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox, OutputGram
+from laplace_debias.kfac.factors import Block, Factors
+from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox
+from laplace_debias.kfac.rotations import RotatedInputs, input_gram, output_grams
 from laplace_debias.kfac.row_counts import RowCounter, input_rows, output_rows
 from laplace_debias.network.loss import (
     Fisher,
@@ -115,6 +116,7 @@ class Engine:
         outputs: bool = True,
         rows_from: float = math.inf,
         count_rows: bool = False,
+        along: Sequence[Block] | None = None,
     ) -> Factors:
         """Factors of one mini-batch; the network is left as found.
 
@@ -130,6 +132,8 @@ class Engine:
                 row per datum; by default of none.
             count_rows: Whether to count the rows behind every factor, which takes a Gram matrix
                 per datum: for mini-batches of few data.
+            along: Eigenvectors of every block. Each factor is then given by its curvatures along
+                them, ``diag(Q^T B Q)``, ``[d]`` in float64, and never formed itself.
 
         Returns:
             The factors, in at least single precision.
@@ -139,7 +143,12 @@ class Engine:
                 or weights do not fit.
         """
         weights_only = [p for p in self.owned if p.role == "weight"]
-        grams = {p.name: InputGram(self.kfac_approx, p.name) for p in weights_only if inputs}
+        Q = dict(zip(self.names, along or (), strict=along is not None))
+        grams = {
+            p.name: input_gram(self.kfac_approx, p.name, Q.get(p.name))
+            for p in weights_only
+            if inputs
+        }
         listeners: dict[nn.Module, list[InputGram]] = {}
         for p in weights_only if inputs else ():
             for layer in p.layers:
@@ -169,12 +178,17 @@ class Engine:
             self._check_called(recorder, outputs)
             if y is not None:
                 check_targets(y, f.shape, self.likelihood)
-            n_vectors, B = self._outputs(f, y, weights, recorder, count_B) if outputs else (0, {})
+            n_vectors, B = (
+                self._outputs(f, y, weights, recorder, count_B, Q) if outputs else (0, {})
+            )
         self.cost.forward += n
         self.cost.backward += n * n_vectors
         return Factors(
             self.names,
-            tuple(_total([B[layer] for layer in p.layers]) if B else None for p in self.owned),
+            tuple(
+                _total([B[layer, p.name if Q else ""] for layer in p.layers]) if B else None
+                for p in self.owned
+            ),
             tuple(self._input_factor(p, grams.get(p.name), n) for p in self.owned),
             n,
             C,
@@ -219,7 +233,8 @@ class Engine:
         weight = p.layers[0].weight
         d_in = weight[0].numel()
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        return weight.new_zeros(d_in, d_in, dtype=dtype)
+        rotated = isinstance(gram, RotatedInputs)
+        return weight.new_zeros(d_in if rotated else (d_in, d_in), dtype=dtype)
 
     def _outputs(
         self,
@@ -228,15 +243,13 @@ class Engine:
         weights: Tensor | None,
         recorder: Recorder,
         counters: list[RowCounter],
-    ) -> tuple[int, dict[nn.Module, Tensor]]:
-        """The number of backward vectors, and B of every layer."""
+        Q: Mapping[str, Block],
+    ) -> tuple[int, dict[tuple[nn.Module, str], Tensor]]:
+        """The number of backward vectors, and B of every layer (and basis)."""
         V = backward_vectors(
             f.detach(), y, self.likelihood, self.fisher, self.generator, weights, self.sampler
         )  # [k, n, C]
-        grams = {
-            layer: OutputGram(layer, f, self.kfac_approx, self._layer_names[layer])
-            for layer in self._layers
-        }
+        grams = output_grams(self.owned, f, self.kfac_approx, self._layer_names, Q)
         calls = [call for layer in self._layers for call in recorder.calls[layer]]
         edges = [call.edge for call in calls if call.edge is not None]  # all, see _check_called
         for k, v in enumerate(V):
@@ -251,8 +264,9 @@ class Engine:
             for call, g in zip(calls, gradients, strict=True):
                 if g is not None:
                     found[call.module].append(g)
-            for layer, gram in grams.items():
-                gram.add(found[layer], len(f))
+            for layer, per_basis in grams.items():
+                for gram in {id(gram): gram for gram in per_basis.values()}.values():
+                    gram.add(found[layer], len(f))
             for p, counter in zip(self.owned, counters, strict=False):  # none, or one each
                 parts = [
                     output_rows(layer, g, self.kfac_approx)
@@ -263,7 +277,11 @@ class Engine:
                     parts = [sum(parts[1:], parts[0])]
                 for new in parts:
                     counter.add(new)
-        return len(V), {layer: gram.result() for layer, gram in grams.items()}
+        return len(V), {
+            (layer, basis): gram.result()
+            for layer, per_basis in grams.items()
+            for basis, gram in per_basis.items()
+        }
 
     def _check_called(self, recorder: Recorder, outputs: bool) -> None:
         """Raise if a layer was never called so far, or called without gradients."""

@@ -222,7 +222,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 one mini-batch ``(X, y)``.
             override: Whether to forget earlier fits. With ``False`` the factors of each role are
                 added to those of earlier fits, each with its own N, and decomposed again (all
-                weights only).
+                weights only). With ``debias=True`` the earlier fits have to be made with ``False``
+                as well: only then the factors of the curvatures are formed and kept.
             progress_bar: Whether to show one, advanced by mini-batches.
             curvature_loader: The data for the curvatures.
             n_data: N, by default ``len(train_loader.dataset)``.
@@ -257,7 +258,11 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             if self.crossfit is not None and isinstance(engine, Engine):
                 fitted = fit_crossfit(engine, data, self.crossfit, progress_bar=progress_bar)
             else:
-                method = fit_two_batch if self.debias == TWO_BATCH else fit_single
+                method = (
+                    partial(fit_two_batch, keep_factors=not override)
+                    if self.debias == TWO_BATCH
+                    else fit_single
+                )
                 fitted = method(engine, data, past=past, progress_bar=progress_bar)
         self.take_over(fitted)
         self.fit_cost = engine.cost
