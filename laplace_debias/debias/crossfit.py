@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from laplace_debias.data.inputs import Batch, concatenate, datum_shapes, take
 from laplace_debias.data.pool import MapStyle, is_map_style, segments
+from laplace_debias.data.processes import processes
 from laplace_debias.data.roles import TrainingData, warn_if_sequential
 from laplace_debias.debias.few_rows import few_rows_from
 from laplace_debias.debias.fold_blocks import crossfit_kron
@@ -21,6 +22,7 @@ from laplace_debias.debias.options import CrossfitOptions, even_parts
 from laplace_debias.debias.pool_pass import PoolPass
 from laplace_debias.debias.reservoirs import Reservoirs
 from laplace_debias.debias.sampling import WeightedDraw, curvature_order, draw_weighted
+from laplace_debias.debias.shared_folds import fit_shared_folds
 from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
@@ -62,6 +64,8 @@ def fit_crossfit(
         (16, 16)
     """
     warn_if_sequential(data.loader)
+    if processes() is not None:
+        return fit_shared_folds(engine, data, options, progress_bar=progress_bar)
     with tqdm(disable=not progress_bar, unit="batch") as bar:
         run = _Run(engine, data, options, bar)
         if options.sampling == "uniform":

@@ -7,6 +7,7 @@ Conventions as in :mod:`laplace_debias.kfac.factors`. What every method of fitti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,8 +16,10 @@ import torch
 from laplace.utils import KronDecomposed
 from torch import Tensor
 
+from laplace_debias.data.processes import Processes, together
 from laplace_debias.kfac.factors import Block
 from laplace_debias.kfac.rotations import curvature_along
+from laplace_debias.kfac.sums import shared_out
 
 __all__ = [
     "FitResult",
@@ -100,7 +103,11 @@ def decompose(
 
 
 def eigenbasis(
-    blocks: list[Block], names: Sequence[str], scale: float = 1.0, dtype: torch.dtype | None = None
+    blocks: list[Block],
+    names: Sequence[str],
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+    group: Processes | None = None,
 ) -> tuple[list[Block], list[list[Tensor]]]:
     r"""Eigendecompose every factor in float64, the largest first, and free each on the way.
 
@@ -111,6 +118,7 @@ def eigenbasis(
         names: One name per block, for the error message.
         scale: Multiplies every ``B``.
         dtype: Type in which eigenvectors are kept; float64 by default.
+        group: Processes that have the same blocks and share out the work, by its cost.
 
     Returns:
         Eigenvectors and eigenvalues as :func:`decompose` gives them. Blocks with the same ``B``
@@ -131,20 +139,38 @@ def eigenbasis(
     waiting: dict[tuple[int, int], Tensor] = {(i, f): blocks[i][f] for i, f in jobs}
     for block in blocks:
         block.clear()
+    dtype = dtype or torch.float64
+    jobs.sort(key=lambda job: (-sizes[job], job))
+    own = [(i, f) for i, f in jobs if f or not shared[i]]
+    ranks = dict(zip(own, shared_out([sizes[job] ** 3 for job in own], group), strict=True))
     pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-    for i, f in sorted(jobs, key=lambda job: (-sizes[job], job)):
-        factor = waiting.pop((i, f))
-        if f == 0 and shared[i]:
-            pairs[i, f] = pairs[i - 1, f]
-            continue
-        factor = factor if f or scale == 1 else factor * scale
-        values, vectors = eigh_float64(factor, names[i])
-        pairs[i, f] = vectors.to(dtype or torch.float64), values.clamp(min=0.0)
+    with together("the eigendecompositions") if group is not None else nullcontext():
+        for i, f in own:
+            factor = waiting.pop((i, f))
+            if group is not None and ranks[i, f] != group.rank:
+                pairs[i, f] = _to_receive(factor, dtype)
+                continue
+            factor = factor if f or scale == 1 else factor * scale
+            values, vectors = eigh_float64(factor, names[i])
+            pairs[i, f] = vectors.to(dtype), values.clamp(min=0.0)
+    for job in own if group is not None else ():
+        Q_f, values = (part.contiguous() for part in pairs[job])
+        pairs[job] = group.broadcast_(Q_f, ranks[job]), group.broadcast_(values, ranks[job])
+    for i, is_shared in enumerate(shared):
+        if is_shared:
+            pairs[i, 0] = pairs[i - 1, 0]
+    jobs.sort()
     layout = [[(i, f) for j, f in jobs if j == i] for i in range(len(names))]
     return (
         [[pairs[job][0] for job in block] for block in layout],
         [[pairs[job][1] for job in block] for block in layout],
     )
+
+
+def _to_receive(factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Room for the eigenvectors and eigenvalues that another process computes."""
+    d = len(factor)
+    return factor.new_empty(d, d, dtype=dtype), factor.new_empty(d, dtype=torch.float64)
 
 
 def same_output(block: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

@@ -11,14 +11,16 @@ only the squares of rotated rows are added up (:mod:`laplace_debias.kfac.rotatio
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Protocol, cast
 
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from laplace_debias.data.inputs import Batch, Inputs
+from laplace_debias.data.processes import is_main, processes, together
 from laplace_debias.data.roles import CURVATURES, DIRECTIONS, TrainingData
 from laplace_debias.debias.spectrum import (
     FitResult,
@@ -31,8 +33,11 @@ from laplace_debias.debias.spectrum import (
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Block, Factors, merge
+from laplace_debias.kfac.sums import factors_of_all
 
 __all__ = ["FactorEngine", "fit_factors", "fit_single", "fit_two_batch"]
+
+_BOTH = (DIRECTIONS, CURVATURES)
 
 
 class FactorEngine(Protocol):
@@ -77,8 +82,8 @@ def fit_single(
     """
     batches = ((DIRECTIONS, batch) for batch in data.read())
     if past is None:
-        return _fit_freeing(engine, data, batches, progress_bar)
-    roles = _accumulate(engine, batches, progress_bar)
+        return _fit_freeing(engine, data, batches, progress_bar, roles=(DIRECTIONS,))
+    roles = _accumulate(engine, data, batches, progress_bar, (DIRECTIONS,))
     data.check_seen({role: total.n for role, total in roles.items()}, disjoint=True)
     with engine.cost.stage("decompositions"):
         return fit_factors(roles[DIRECTIONS], None, data.n_data, past)
@@ -124,50 +129,72 @@ def fit_two_batch(
             "first as well."
         )
     if keep_factors or past is not None or not isinstance(engine, Engine):
-        roles = _accumulate(engine, data.in_roles(), progress_bar)
+        roles = _accumulate(engine, data, data.in_roles(), progress_bar, _BOTH)
         counts = {role: total.n for role, total in roles.items()}
         data.check_seen(counts, disjoint=data.curvature_loader is None)
         with engine.cost.stage("decompositions"):
             return fit_factors(roles[DIRECTIONS], roles[CURVATURES], data.n_data, past)
-    return _fit_freeing(engine, data, data.in_roles(), progress_bar)
+    return _fit_freeing(engine, data, data.in_roles(), progress_bar, roles=_BOTH)
 
 
 def _fit_freeing(
     engine: FactorEngine,
     data: TrainingData,
-    batches: Iterable[tuple[str, Batch]],
+    batches: Iterator[tuple[str, Batch]],
     progress_bar: bool,
+    *,
+    roles: tuple[str, ...],
 ) -> FitResult:
     """The same, with at most one set of factors at a time: bases take their place."""
-    directions: list[Factors] = []  # one, or none once its blocks are decomposed
+    directions: list[Factors] = []  # one, or none if there are no data; the basis takes it out
     curvatures: Factors | None = None
-    basis: _Basis | None = None
-    with tqdm(disable=not progress_bar, unit="batch") as bar:
-        for role, (X, y) in batches:
-            bar.set_description(f"[K-FAC: {role}]")
-            if role == DIRECTIONS:
+    later: list[Batch] = []
+    with tqdm(disable=not (progress_bar and is_main()), unit="batch") as bar:
+        bar.set_description(f"[K-FAC: {DIRECTIONS}]")
+        with together("its passes for the directions"):
+            for role, (X, y) in batches:
+                if role != DIRECTIONS:
+                    later.append((X, y))
+                    break
                 new = engine.factors(X, y)
                 directions = [directions.pop() + new if directions else new]
                 del new
-            else:
-                basis = basis or _Basis(directions, data.n_data, engine.cost)
+                bar.update()
+        basis = _Basis(directions, data, engine.cost)
+        if CURVATURES not in roles:
+            return basis.fit(data)
+        bar.set_description(f"[K-FAC: {CURVATURES}]")
+        with together("its passes for the curvatures"):
+            for X, y in chain(later, (batch for _, batch in batches)):
                 rotated = cast(Engine, engine).factors(X, y, along=basis.Q)
                 curvatures = rotated if curvatures is None else curvatures + rotated
-            bar.update()
-    basis = basis or _Basis(directions, data.n_data, engine.cost)
-    return basis.fit(data, curvatures)
+                bar.update()
+    return basis.fit(data, _of_all(curvatures, CURVATURES, data))
+
+
+def _of_all(factors: Factors | None, role: str, data: TrainingData) -> Factors:
+    """Factors of a role, of all processes."""
+    summed = factors_of_all(factors, data.device)
+    if summed is None:
+        raise ValueError(
+            f"Expected data for the {role} in at least one process, got none. Remedy: check the "
+            "loaders; with one loader per process, its second mini-batch gives the curvatures."
+        )
+    return summed
 
 
 class _Basis:
     """The eigenbasis of the directions, in the place of their factors."""
 
-    def __init__(self, directions: list[Factors], n_data: int, cost: FitCost) -> None:
+    def __init__(self, directions: list[Factors], data: TrainingData, cost: FitCost) -> None:
         with cost.stage("decompositions"):
-            blocks, self.seen = _taken(directions.pop())
-            scale, dtype = n_data / self.seen.weight, blocks[0][0].dtype
-            self.Q, self.lam = eigenbasis(blocks, self.seen.names, scale, dtype)
+            summed = _of_all(directions.pop() if directions else None, DIRECTIONS, data)
+            blocks, self.seen = _taken(summed)
+            del summed
+            scale, dtype = data.n_data / self.seen.weight, blocks[0][0].dtype
+            self.Q, self.lam = eigenbasis(blocks, self.seen.names, scale, dtype, processes())
 
-    def fit(self, data: TrainingData, curvatures: Factors | None) -> FitResult:
+    def fit(self, data: TrainingData, curvatures: Factors | None = None) -> FitResult:
         """The fit, from the curvatures that other data measured along the basis, if any."""
         seen = [self.seen] if curvatures is None else [self.seen, curvatures]
         counts = dict(zip((DIRECTIONS, CURVATURES), (each.n for each in seen), strict=False))
@@ -245,14 +272,21 @@ def fit_factors(
 
 
 def _accumulate(
-    engine: FactorEngine, batches: Iterable[tuple[str, Batch]], progress_bar: bool
+    engine: FactorEngine,
+    data: TrainingData,
+    batches: Iterable[tuple[str, Batch]],
+    progress_bar: bool,
+    roles: tuple[str, ...],
 ) -> dict[str, Factors]:
-    """Factors of every role, added up over its mini-batches."""
-    roles: dict[str, Factors] = {}
-    with tqdm(disable=not progress_bar, unit="batch") as bar:
+    """Factors of every role, added up over its mini-batches and over processes."""
+    found: dict[str, Factors] = {}
+    with (
+        tqdm(disable=not (progress_bar and is_main()), unit="batch") as bar,
+        together("its passes"),
+    ):
         for role, (X, y) in batches:
             bar.set_description(f"[K-FAC: {role}]")
             new = engine.factors(X, y)
-            roles[role] = roles[role] + new if role in roles else new
+            found[role] = found[role] + new if role in found else new
             bar.update()
-    return roles
+    return {role: _of_all(found.get(role), role, data) for role in roles}

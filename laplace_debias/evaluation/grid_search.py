@@ -13,6 +13,7 @@ from laplace.baselaplace import KronLaplace
 from laplace.utils.enums import PredType
 from torch import Tensor
 
+from laplace_debias.data.processes import counted, is_main, processes, together
 from laplace_debias.data.reading import read
 from laplace_debias.data.targets import check_targets
 from laplace_debias.evaluation.predictors import Predict, Update, laplace_predictor, run_sweep
@@ -43,6 +44,12 @@ class _Callable(torchmetrics.Metric):
         self.collected.append(arguments)
 
     def compute(self) -> Tensor:
+        if processes() is not None:
+            raise ValueError(
+                "Expected a `torchmetrics.Metric` as the loss of several processes, which can be "
+                "collected over them, got a function. Remedy: wrap it in a metric, or leave `loss` "
+                "out for the negative log likelihood."
+            )
         parts = [torch.cat(part) for part in zip(*self.collected, strict=True)]
         return torch.as_tensor(self.function(*parts))
 
@@ -172,8 +179,9 @@ def _run_networks(
     """Predict by sampling networks, one pass over the data per grid point."""
     prior_grid(grid, 1, grid)
     likelihood = likelihood_name(la.likelihood)
-    with torch.no_grad(), _prior_precision(la):
-        for i, delta in enumerate(tqdm.tqdm(grid, desc="[Grid]", disable=not progress_bar)):
+    hidden = not (progress_bar and is_main())
+    with torch.no_grad(), _prior_precision(la), together("its share of the grid search"):
+        for i, delta in enumerate(tqdm.tqdm(grid, desc="[Grid]", disable=hidden)):
             la.prior_precision = delta
             n_data = 0
             for x, y in read(loader, device_of(la), la.dict_key_y, name="val_loader"):
@@ -181,4 +189,4 @@ def _run_networks(
                 check_targets(y, prediction[0].shape, likelihood)
                 update(i, prediction, y)
                 n_data += len(y)
-    return n_data
+    return counted(n_data)

@@ -14,6 +14,7 @@ from laplace.baselaplace import BaseLaplace
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
+from laplace_debias.data.processes import counted, together
 from laplace_debias.data.reading import read
 from laplace_debias.data.targets import check_targets
 from laplace_debias.network.loss import Likelihood, likelihood_name
@@ -169,7 +170,7 @@ def run_sweep(
     check_method(method)
     n_data, likelihood = 0, likelihood_name(la.likelihood)
     title = "[Sweep]" if progress_bar else None
-    with torch.no_grad():
+    with torch.no_grad(), together("its share of the sweep"):
         for x, y in read(loader, device_of(la), la.dict_key_y, progress=title):
             predictions = glm_predictions(
                 predictor,
@@ -185,4 +186,4 @@ def run_sweep(
                     check_targets(y, prediction[0].shape, likelihood)
                 update(i, prediction, y)
             n_data += len(y)
-    return n_data
+    return counted(n_data)

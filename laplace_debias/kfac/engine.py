@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.data.datum_keys import datum_keys
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.targets import check_targets
 from laplace_debias.kfac.counts import FitCost
@@ -61,6 +62,8 @@ class Engine:
         cost: What all passes so far have cost.
         reached: Parameters whose layers some datum has reached. A mini-batch that does not reach
             them tells that they have no curvature there; others are refused.
+        draw_seed: Key the draws of ``fisher="mc"`` by this number and the datum instead of taking
+            them from the generator: whichever process has a datum draws the same for it.
 
     Raises:
         ValueError: If the model has no trainable parameter, K-FAC cannot represent one, or an
@@ -84,6 +87,7 @@ class Engine:
     params: Iterable[Tensor] | None = None
     cost: FitCost = field(default_factory=FitCost)
     reached: set[str] = field(default_factory=set)
+    draw_seed: int | None = None
 
     def __post_init__(self) -> None:
         """Look up who owns the parameters."""
@@ -178,9 +182,8 @@ class Engine:
             self._check_called(recorder, outputs)
             if y is not None:
                 check_targets(y, f.shape, self.likelihood)
-            n_vectors, B = (
-                self._outputs(f, y, weights, recorder, count_B, Q) if outputs else (0, {})
-            )
+            V = self._backward_vectors(X, f.detach(), y, weights) if outputs else ()
+            n_vectors, B = len(V), self._outputs(f, V, recorder, count_B, Q) if outputs else {}
         self.cost.forward += n
         self.cost.backward += n * n_vectors
         return Factors(
@@ -236,19 +239,33 @@ class Engine:
         rotated = isinstance(gram, RotatedInputs)
         return weight.new_zeros(d_in if rotated else (d_in, d_in), dtype=dtype)
 
+    def _backward_vectors(
+        self, X: Inputs, f: Tensor, y: Tensor | None, weights: Tensor | None
+    ) -> Tensor:
+        """V, ``[k, n, C]``, drawn from the generator or keyed by the data."""
+
+        def vectors(at: slice, generator: torch.Generator | None) -> Tensor:
+            targets, shares = (t if t is None else t[at] for t in (y, weights))
+            options = (self.likelihood, self.fisher, generator, shares, self.sampler)
+            return backward_vectors(f[at], targets, *options)
+
+        if self.draw_seed is None or self.fisher != "mc":
+            return vectors(slice(None), self.generator)
+        parts = []
+        for i, key in enumerate(datum_keys(X, len(f), self.draw_seed)):
+            own = torch.Generator(f.device).manual_seed(key)
+            parts.append(vectors(slice(i, i + 1), own))
+        return torch.cat(parts, dim=1)
+
     def _outputs(
         self,
         f: Tensor,
-        y: Tensor | None,
-        weights: Tensor | None,
+        V: Tensor,
         recorder: Recorder,
         counters: list[RowCounter],
         Q: Mapping[str, Block],
-    ) -> tuple[int, dict[tuple[nn.Module, str], Tensor]]:
-        """The number of backward vectors, and B of every layer (and basis)."""
-        V = backward_vectors(
-            f.detach(), y, self.likelihood, self.fisher, self.generator, weights, self.sampler
-        )  # [k, n, C]
+    ) -> dict[tuple[nn.Module, str], Tensor]:
+        """B of every layer (and basis)."""
         grams = output_grams(self.owned, f, self.kfac_approx, self._layer_names, Q)
         calls = [call for layer in self._layers for call in recorder.calls[layer]]
         edges = [call.edge for call in calls if call.edge is not None]  # all, see _check_called
@@ -277,7 +294,7 @@ class Engine:
                     parts = [sum(parts[1:], parts[0])]
                 for new in parts:
                     counter.add(new)
-        return len(V), {
+        return {
             (layer, basis): gram.result()
             for layer, per_basis in grams.items()
             for basis, gram in per_basis.items()

@@ -52,6 +52,8 @@ from laplace_debias.network.upstream import (
     unchecked_prior,
 )
 from laplace_debias.network.verify import verify_last_layer, verify_layers
+from laplace_debias.network.wrappers import unwrapped
+from laplace_debias.posterior.several import agreed_seed, check_same_model, cost_of_all
 from laplace_debias.posterior.state import check_parameters, load_state, save_state
 from laplace_debias.predictive.eigenblocks import check_prior_precision
 from laplace_debias.predictive.links import check_n_samples, mean_log_probabilities
@@ -113,6 +115,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         **kwargs: Any,
     ) -> None:
         self.debias = debias_mode(debias)
+        model = unwrapped(model)
         self.verify = verify
         self.data_keys = None if data_keys is None else tuple(data_keys)
         self.kfac_approx, self.sampler, self.generator = kfac_approx, sampler, generator
@@ -213,6 +216,9 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         with :math:`K_1, K_2` the K-FAC matrices of both roles, scaled by N / M. The loss that
         enters ``log_marginal_likelihood`` is scaled in the same way.
 
+        Under an initialised ``torch.distributed`` process group all processes call ``fit``, each
+        with a loader of its share of the data, and end with the same posterior of all shares.
+
         The model is left as it was (laplace-torch's attribute ``output_size`` is set on it); if
         anything raises, this object is left as it was, too. Afterwards ``fit_cost`` tells the
         passes and seconds spent.
@@ -243,6 +249,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             )
         N = training_size(train_loader, curvature_loader, n_data)
         train_loader = self._prepare(train_loader, override)
+        check_same_model(self.model)
         past = None if override else self._fitted
         with torch.inference_mode(False), self._engine() as (engine, cast, check):
             data = TrainingData(
@@ -255,6 +262,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 cast,
                 check if self.verify else None,
             )
+            if isinstance(engine, Engine) and self.fisher == "mc":
+                engine.draw_seed = agreed_seed(self.generator)
             if self.crossfit is not None and isinstance(engine, Engine):
                 fitted = fit_crossfit(engine, data, self.crossfit, progress_bar=progress_bar)
             else:
@@ -265,7 +274,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 )
                 fitted = method(engine, data, past=past, progress_bar=progress_bar)
         self.take_over(fitted)
-        self.fit_cost = engine.cost
+        self.fit_cost = cost_of_all(engine.cost)
 
     @contextmanager
     def _engine(

@@ -13,6 +13,7 @@ from laplace.lllaplace import KronLLLaplace
 from torch import Tensor, nn
 
 from laplace_debias.data.pool import is_map_style
+from laplace_debias.data.processes import together
 from laplace_debias.data.reading import as_batches, unpack
 from laplace_debias.debias.options import debias_mode
 from laplace_debias.network.features import LastLayerNetwork
@@ -27,6 +28,7 @@ from laplace_debias.network.upstream import (
     unchecked_prior,
 )
 from laplace_debias.posterior.debiased import DebiasedPosterior
+from laplace_debias.posterior.several import agreed_name
 from laplace_debias.posterior.state import left_as_it_was
 
 __all__ = ["DebiasedKronLLLaplace", "DebiasedKronLaplace", "Laplace"]
@@ -121,6 +123,15 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):  # type: ignore[m
             )
         if self.model.last_layer is not None:
             return train_loader
+        with together("finding its last layer"):
+            loader = self._found_last_layer(train_loader)
+        name = agreed_name(last_layer_name(self.model))
+        if self.model.last_layer is None and name is not None:  # this process has no data
+            self.restore_last_layer(name)
+        return loader
+
+    def _found_last_layer(self, train_loader: Iterable[Any]) -> Iterable[Any]:
+        """The loader to read, after the last layer was found by a first datum, if there is one."""
         if is_map_style(train_loader) and len(train_loader.dataset):
             # no sampler is asked, so the first fit draws the same data as later ones
             first = train_loader.collate_fn([train_loader.dataset[0]])
