@@ -64,7 +64,8 @@ def fit_crossfit(
         (16, 16)
     """
     warn_if_sequential(data.loader)
-    if processes() is not None:
+    group = processes()
+    if group is not None and group.size > 1:
         return fit_shared_folds(engine, data, options, progress_bar=progress_bar)
     with tqdm(disable=not progress_bar, unit="batch") as bar:
         run = _Run(engine, data, options, bar)

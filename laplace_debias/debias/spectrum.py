@@ -153,9 +153,10 @@ def eigenbasis(
             factor = factor if f or scale == 1 else factor * scale
             values, vectors = eigh_float64(factor, names[i])
             pairs[i, f] = vectors.to(dtype), values.clamp(min=0.0)
-    for job in own if group is not None else ():
-        Q_f, values = (part.contiguous() for part in pairs[job])
-        pairs[job] = group.broadcast_(Q_f, ranks[job]), group.broadcast_(values, ranks[job])
+    if group is not None:
+        for job in own:
+            Q_f, values = (part.contiguous() for part in pairs[job])
+            pairs[job] = group.broadcast_(Q_f, ranks[job]), group.broadcast_(values, ranks[job])
     for i, is_shared in enumerate(shared):
         if is_shared:
             pairs[i, 0] = pairs[i - 1, 0]

@@ -182,8 +182,10 @@ class Engine:
             self._check_called(recorder, outputs)
             if y is not None:
                 check_targets(y, f.shape, self.likelihood)
-            V = self._backward_vectors(X, f.detach(), y, weights) if outputs else ()
-            n_vectors, B = len(V), self._outputs(f, V, recorder, count_B, Q) if outputs else {}
+            n_vectors, B = 0, {}
+            if outputs:
+                V = self._backward_vectors(X, f.detach(), y, weights)
+                n_vectors, B = len(V), self._outputs(f, V, recorder, count_B, Q)
         self.cost.forward += n
         self.cost.backward += n * n_vectors
         return Factors(

@@ -130,12 +130,12 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):  # type: ignore[m
             self.restore_last_layer(name)
         return loader
 
-    def _found_last_layer(self, train_loader: Iterable[Any]) -> Iterable[Any]:
+    def _found_last_layer(self, train_loader: Any) -> Iterable[Any]:
         """The loader to read, after the last layer was found by a first datum, if there is one."""
         if is_map_style(train_loader) and len(train_loader.dataset):
             # no sampler is asked, so the first fit draws the same data as later ones
             first = train_loader.collate_fn([train_loader.dataset[0]])
-            loader = train_loader
+            loader: Iterable[Any] = train_loader
         else:
             batches = iter(as_batches(train_loader))
             first = next(batches, None)
