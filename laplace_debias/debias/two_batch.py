@@ -11,43 +11,22 @@ only the squares of rotated rows are added up (:mod:`laplace_debias.kfac.rotatio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from itertools import chain
-from typing import Protocol, cast
+from collections.abc import Iterable
 
-from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace_debias.data.inputs import Batch, Inputs
-from laplace_debias.data.processes import is_main, processes, together
+from laplace_debias.data.inputs import Batch
+from laplace_debias.data.processes import is_main, together
 from laplace_debias.data.roles import CURVATURES, DIRECTIONS, TrainingData
-from laplace_debias.debias.spectrum import (
-    FitResult,
-    check_finite,
-    decompose,
-    eigenbasis,
-    rebuild,
-    reevaluate,
-)
-from laplace_debias.kfac.counts import FitCost
+from laplace_debias.debias.checkpoint import Checkpoint
+from laplace_debias.debias.freeing import FactorEngine, fit_freeing, of_all
+from laplace_debias.debias.spectrum import FitResult, decompose, rebuild, reevaluate
 from laplace_debias.kfac.engine import Engine
-from laplace_debias.kfac.factors import Block, Factors, merge
-from laplace_debias.kfac.sums import factors_of_all
+from laplace_debias.kfac.factors import Factors, merge
 
 __all__ = ["FactorEngine", "fit_factors", "fit_single", "fit_two_batch"]
 
 _BOTH = (DIRECTIONS, CURVATURES)
-
-
-class FactorEngine(Protocol):
-    """What turns a mini-batch into factors: the engine, or one of laplace-torch's backends."""
-
-    cost: FitCost
-
-    def factors(self, X: Inputs, y: Tensor) -> Factors:
-        """Factors of one mini-batch."""
-        ...
 
 
 def fit_single(
@@ -56,6 +35,7 @@ def fit_single(
     *,
     past: FitResult | None = None,
     progress_bar: bool = False,
+    checkpoint: Checkpoint | None = None,
 ) -> FitResult:
     """Fit on all data of the loader, which give directions and curvatures alike.
 
@@ -64,6 +44,7 @@ def fit_single(
         data: The loader and N.
         past: An earlier fit to add to.
         progress_bar: Whether to show one, advanced by mini-batches.
+        checkpoint: Where to keep what was done so far, and to go on from.
 
     Returns:
         The fit.
@@ -82,7 +63,9 @@ def fit_single(
     """
     batches = ((DIRECTIONS, batch) for batch in data.read())
     if past is None:
-        return _fit_freeing(engine, data, batches, progress_bar, roles=(DIRECTIONS,))
+        return fit_freeing(
+            engine, data, batches, progress_bar, roles=(DIRECTIONS,), checkpoint=checkpoint
+        )
     roles = _accumulate(engine, data, batches, progress_bar, (DIRECTIONS,))
     data.check_seen({role: total.n for role, total in roles.items()}, disjoint=True)
     with engine.cost.stage("decompositions"):
@@ -96,6 +79,7 @@ def fit_two_batch(
     past: FitResult | None = None,
     progress_bar: bool = False,
     keep_factors: bool = False,
+    checkpoint: Checkpoint | None = None,
 ) -> FitResult:
     """Fit with directions from some data and curvatures from others: the paper's method.
 
@@ -106,6 +90,7 @@ def fit_two_batch(
         progress_bar: Whether to show one, advanced by mini-batches.
         keep_factors: Whether to form and keep the curvatures' factors, which a later fit can be
             added to.
+        checkpoint: Where to keep what was done so far, and to go on from.
 
     Returns:
         The fit.
@@ -134,84 +119,9 @@ def fit_two_batch(
         data.check_seen(counts, disjoint=data.curvature_loader is None)
         with engine.cost.stage("decompositions"):
             return fit_factors(roles[DIRECTIONS], roles[CURVATURES], data.n_data, past)
-    return _fit_freeing(engine, data, data.in_roles(), progress_bar, roles=_BOTH)
-
-
-def _fit_freeing(
-    engine: FactorEngine,
-    data: TrainingData,
-    batches: Iterator[tuple[str, Batch]],
-    progress_bar: bool,
-    *,
-    roles: tuple[str, ...],
-) -> FitResult:
-    """The same, with at most one set of factors at a time: bases take their place."""
-    directions: list[Factors] = []  # one, or none if there are no data; the basis takes it out
-    curvatures: Factors | None = None
-    later: list[Batch] = []
-    with tqdm(disable=not (progress_bar and is_main()), unit="batch") as bar:
-        bar.set_description(f"[K-FAC: {DIRECTIONS}]")
-        with together("its passes for the directions"):
-            for role, (X, y) in batches:
-                if role != DIRECTIONS:
-                    later.append((X, y))
-                    break
-                new = engine.factors(X, y)
-                directions = [directions.pop() + new if directions else new]
-                del new
-                bar.update()
-        basis = _Basis(directions, data, engine.cost)
-        if CURVATURES not in roles:
-            return basis.fit(data)
-        bar.set_description(f"[K-FAC: {CURVATURES}]")
-        with together("its passes for the curvatures"):
-            for X, y in chain(later, (batch for _, batch in batches)):
-                rotated = cast(Engine, engine).factors(X, y, along=basis.Q)
-                curvatures = rotated if curvatures is None else curvatures + rotated
-                bar.update()
-    return basis.fit(data, _of_all(curvatures, CURVATURES, data))
-
-
-def _of_all(factors: Factors | None, role: str, data: TrainingData) -> Factors:
-    """Factors of a role, of all processes."""
-    summed = factors_of_all(factors, data.device)
-    if summed is None:
-        raise ValueError(
-            f"Expected data for the {role} in at least one process, got none. Remedy: check the "
-            "loaders; with one loader per process, its second mini-batch gives the curvatures."
-        )
-    return summed
-
-
-class _Basis:
-    """The eigenbasis of the directions, in the place of their factors."""
-
-    def __init__(self, directions: list[Factors], data: TrainingData, cost: FitCost) -> None:
-        with cost.stage("decompositions"):
-            summed = _of_all(directions.pop() if directions else None, DIRECTIONS, data)
-            blocks, self.seen = _taken(summed)
-            del summed
-            scale, dtype = data.n_data / self.seen.weight, blocks[0][0].dtype
-            self.Q, self.lam = eigenbasis(blocks, self.seen.names, scale, dtype, processes())
-
-    def fit(self, data: TrainingData, curvatures: Factors | None = None) -> FitResult:
-        """The fit, from the curvatures that other data measured along the basis, if any."""
-        seen = [self.seen] if curvatures is None else [self.seen, curvatures]
-        counts = dict(zip((DIRECTIONS, CURVATURES), (each.n for each in seen), strict=False))
-        data.check_seen(counts, disjoint=data.curvature_loader is None)
-        lam_tilde = self.lam if curvatures is None else curvatures.scaled_to(data.n_data)
-        for name, block in zip(self.seen.names, lam_tilde, strict=True):
-            for values in block:
-                check_finite(values, name)
-        losses = [each.summed_loss for each in seen]
-        loss = sum(losses[1:], losses[0]) * (data.n_data / sum(counts.values()))
-        return FitResult(self.Q, self.lam, lam_tilde, [], loss, data.n_data, self.seen.n_outputs)
-
-
-def _taken(factors: Factors) -> tuple[list[Block], Factors]:
-    """The blocks of some factors, and the factors without them."""
-    none = (None,) * len(factors.names)
-    return factors.blocks, replace(factors, B=none, A=none)
+    return fit_freeing(
+        engine, data, data.in_roles(), progress_bar, roles=_BOTH, checkpoint=checkpoint
+    )
 
 
 def fit_factors(
@@ -289,4 +199,4 @@ def _accumulate(
             new = engine.factors(X, y)
             found[role] = found[role] + new if role in found else new
             bar.update()
-    return {role: _of_all(found.get(role), role, data) for role in roles}
+    return {role: of_all(found.get(role), role, data) for role in roles}

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -53,6 +54,7 @@ from laplace_debias.network.upstream import (
 )
 from laplace_debias.network.verify import verify_last_layer, verify_layers
 from laplace_debias.network.wrappers import unwrapped
+from laplace_debias.posterior.resuming import check_resumable, fit_checkpoint
 from laplace_debias.posterior.several import agreed_seed, check_same_model, cost_of_all
 from laplace_debias.posterior.state import check_parameters, load_state, save_state
 from laplace_debias.predictive.eigenblocks import check_prior_precision
@@ -199,6 +201,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         *,
         curvature_loader: Iterable[Any] | None = None,
         n_data: int | None = None,
+        checkpoint: str | Path | None = None,
+        checkpoint_seconds: float = 60.0,
     ) -> None:
         r"""Fit the posterior on the mini-batches of one or two loaders.
 
@@ -233,6 +237,9 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             progress_bar: Whether to show one, advanced by mini-batches.
             curvature_loader: The data for the curvatures.
             n_data: N, by default ``len(train_loader.dataset)``.
+            checkpoint: A file in which to keep what was done so far; the same call goes on from
+                there if it was interrupted, and ends with the same bits. It is removed at the end.
+            checkpoint_seconds: How often to write it.
 
         Raises:
             ValueError: If the loaders, targets or inputs do not fit; see the messages.
@@ -247,10 +254,12 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 "Expected `override=True` with debias='crossfit', whose folds are gone after a "
                 "fit; got False. Remedy: fit on all data at once, or use debias=True."
             )
+        if checkpoint is not None:
+            check_resumable(self.debias, override=override)
         N = training_size(train_loader, curvature_loader, n_data)
         train_loader = self._prepare(train_loader, override)
         check_same_model(self.model)
-        past = None if override else self._fitted
+        past, kept = None if override else self._fitted, None
         with torch.inference_mode(False), self._engine() as (engine, cast, check):
             data = TrainingData(
                 train_loader,
@@ -267,14 +276,18 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             if self.crossfit is not None and isinstance(engine, Engine):
                 fitted = fit_crossfit(engine, data, self.crossfit, progress_bar=progress_bar)
             else:
+                if checkpoint is not None:
+                    kept = fit_checkpoint(self, checkpoint, data, engine, checkpoint_seconds)
                 method = (
                     partial(fit_two_batch, keep_factors=not override)
                     if self.debias == TWO_BATCH
                     else fit_single
                 )
-                fitted = method(engine, data, past=past, progress_bar=progress_bar)
+                fitted = method(engine, data, past=past, progress_bar=progress_bar, checkpoint=kept)
         self.take_over(fitted)
         self.fit_cost = cost_of_all(engine.cost)
+        if kept is not None:
+            kept.finish()
 
     @contextmanager
     def _engine(
