@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-lowest lint bench mutants docs dist clean
 
 # torch comes first and alone, so that pip takes its CPU build where there is one; the rest is pinned and
 # installed without dependency resolution, because laplace-torch and BackPACK declare torchvision, which
@@ -34,5 +34,27 @@ bench: $(READY)
 	$(PY) -W ignore -m examples.benchmarks.fit
 	$(PY) -W ignore -m examples.benchmarks.quadratics
 
+# which lines of kfac/, debias/ and predictive/ no test guards: a seeded sample, goes on where it stopped
+mutants: $(READY)
+	nice -n 15 $(PY) -W ignore -m examples.benchmarks.mutants --n 300 --results mutants.jsonl
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+	@echo "build/site/index.html"
+
+# The lowest versions that pyproject.toml declares, in a virtual environment of their own.
+test-lowest:
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check -r tests/lowest.txt
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/lowest-no-deps.txt
+	OMP_NUM_THREADS=1 PYTHONPATH=. .venv-lowest/bin/python -m pytest -q tests/posterior tests/kfac tests/predictive
+
+dist:
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/pip install --quiet --disable-pip-version-check build twine
+	rm -rf dist
+	.venv-dist/bin/python -m build --outdir dist .
+	.venv-dist/bin/twine check --strict dist/*
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .coverage
+	rm -rf $(VENV) .venv-lowest .venv-dist build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .coverage

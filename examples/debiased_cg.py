@@ -9,8 +9,11 @@ r"""Loss and accuracy along 30 CG iterations, single-batch against debiased, at 
     python -m examples.debiased_cg      # digits
     python -m examples.debiased_cg --data cifar10 --root DATA --checkpoint STATE.pt \
         --batch-sizes 512 1024 2048     # All-CNN-C
+    ... --batch-sizes 512 --draws 3 --eval-images 2048 --chunk-size 64 --progress-bar  # a few hours
 
-Runs that are done and the picture are kept in ``outputs/``.
+Runs that are done and the picture are kept in ``outputs/``; the products of a run that is not done
+are kept too, and it goes on from them. With ``--eval-images`` the loss is that of so many training
+and test images, drawn at random once, and there is no run on all data.
 """
 
 import argparse
@@ -21,9 +24,10 @@ from pathlib import Path
 import matplotlib
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from examples.quadratic_problems import add_problem_flags, load_problem
-from laplace_debias.quadratics import Quadratic, cg, debiased_cg, partition
+from laplace_debias.quadratics import Quadratic, RecordedProducts, cg, debiased_cg, partition
 from laplace_debias.quadratics.trajectory import TrajectoryMetrics, evaluate_trajectory
 from laplace_debias.storage import CellStore
 
@@ -38,25 +42,36 @@ def performance(problem, solution, options):
     regulariser = {name: options[name] for name in ("l2", "regularize_biases", "chunk_size")}
     return tuple(
         evaluate_trajectory(problem.model, LOSS, data, solution.iterates, **regulariser)
-        for data in (problem.train, problem.test)
+        for data in (problem.evaluation or problem.train, problem.test)
     )
 
 
-def single_run(problem, batch, iterations, options):
-    """Plain CG on one mini-batch."""
-    quadratic = Quadratic(problem.model, LOSS, batch, **options)
-    solution = cg(quadratic, max_iter=iterations, rtol=0.0)
-    assert solution.n_products == quadratic.n_products
-    return performance(problem, solution, options)
+def single_run(problem, batch, iterations, options, folder):
+    """Plain CG on one mini-batch; the folder keeps its products until the run is done."""
+    H = RecordedProducts(Quadratic(problem.model, LOSS, batch, **options), folder)
+    solution = cg(H, max_iter=iterations, rtol=0.0)
+    assert solution.n_products >= H.n_products
+    return finished(problem, solution, options, H)
 
 
-def debiased_run(problem, batch, iterations, options):
+def debiased_run(problem, batch, iterations, options, folder):
     """Directions from the first half of the mini-batch, magnitudes from the second."""
     halves = partition(batch, len(batch[1]) // 2)
-    quadratics = [Quadratic(problem.model, LOSS, half, **options) for half in halves]
-    solution = debiased_cg(*quadratics, max_iter=iterations, rtol=0.0)
-    assert solution.n_products == sum(q.n_products for q in quadratics)
-    return performance(problem, solution, options)
+    H, H_tilde = (
+        RecordedProducts(Quadratic(problem.model, LOSS, half, **options), folder / name)
+        for half, name in zip(halves, ("directions", "magnitudes"), strict=True)
+    )
+    solution = debiased_cg(H, H_tilde, max_iter=iterations, rtol=0.0)
+    assert solution.n_products >= H.n_products + H_tilde.n_products
+    return finished(problem, solution, options, H, H_tilde)
+
+
+def finished(problem, solution, options, *products):
+    """Evaluate a run, and only then delete its products."""
+    metrics = performance(problem, solution, options)
+    for part in products:
+        part.clear()
+    return metrics
 
 
 # %% [markdown]
@@ -66,21 +81,25 @@ def all_runs(problem, args, path, options):
     """Return the runs by batch size and method; finished ones are kept in a folder."""
     settings = {"iterations": args.iterations, **options}
     data = {"train": problem.train, "test": problem.test}
+    if problem.evaluation is not None:
+        data["evaluation"] = problem.evaluation
     study = CellStore.for_run(path / "runs", problem.model, data, loss=LOSS, options=settings)
     methods = {"single": single_run, "debiased": debiased_run}
-    runs = {}
-    for size in [*args.batch_sizes, len(problem.train[1])]:
-        draws = 1 if size == len(problem.train[1]) else args.draws
-        runs[size] = {name: [] for name in methods}
-        for draw in range(draws):
-            generator = torch.Generator().manual_seed(draw)
-            batch = partition(problem.train, size, generator=generator, n_batches=1)[0]
-            for name, method in methods.items():
-                measure = partial(method, problem, batch, args.iterations, options)
-                pair = study.get(
-                    f"{name} {size} {draw}", lambda run=measure: list(map(asdict, run()))
-                )
-                runs[size][name].append(tuple(TrajectoryMetrics(**metrics) for metrics in pair))
+    n_data = len(problem.train[1])
+    draws = {size: range(args.draws) for size in args.batch_sizes}
+    if problem.evaluation is None:
+        draws[n_data] = range(1)
+    todo = [(draw, size) for size in draws for draw in draws[size]]
+    runs = {size: {name: [] for name in methods} for size in draws}
+    for draw, size in tqdm(sorted(todo), disable=not args.progress_bar, desc="draws"):
+        generator = torch.Generator().manual_seed(draw)
+        batch = partition(problem.train, size, generator=generator, n_batches=1)[0]
+        for name, method in methods.items():
+            label = f"{name} {size} {draw}"
+            folder = path / "products" / label
+            measure = partial(method, problem, batch, args.iterations, options, folder)
+            pair = study.get(label, lambda run=measure: list(map(asdict, run())))
+            runs[size][name].append(tuple(TrajectoryMetrics(**metrics) for metrics in pair))
     return runs
 
 
@@ -98,10 +117,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 256, 512])
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=30)
+    parser.add_argument("--eval-images", type=int, help="so many random images stand for all")
+    parser.add_argument("--chunk-size", type=int, default=512, help="images per pass")
+    parser.add_argument("--progress-bar", action="store_true")
     args = parser.parse_args(argv)
     problem = load_problem(args)
+    if args.eval_images is not None:
+        problem = problem.evaluated_on(args.eval_images)
     path: Path = args.out / f"debiased_cg-{problem.folder}"
-    options = {"l2": problem.l2, "regularize_biases": False, "chunk_size": 512}
+    options = {"l2": problem.l2, "regularize_biases": False, "chunk_size": args.chunk_size}
     runs = all_runs(problem, args, path, options)
 
     print(f"{problem.name}: training loss after {args.iterations} iterations, mean over draws")
@@ -119,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from laplace_debias.plots import quadratics as plots
+    from laplace_debias import plots
 
     rows = len(runs)
     figure, axes = plt.subplots(

@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
     kfac, training, sizes = dependence(problem, args, path, options)
 
     matplotlib.use("Agg")
-    from laplace_debias.plots import quadratics as plots
+    from laplace_debias import plots
 
     figures = {
         "visual_abstract": plots.plot_planes(*planes),

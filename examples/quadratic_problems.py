@@ -6,7 +6,7 @@ mini-batch with much the same top eigenvectors. Labels that must be memorised on
 datum a direction of its own, as a network fully trained on CIFAR-100 has.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from examples.cifar10.data import load_cifar
 from examples.networks import digits_mlp, make_model
+from laplace_debias.quadratics import partition
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,16 @@ class Problem:
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
     l2: float
+    evaluation: tuple[Tensor, Tensor] | None = None  # training images that stand for all of them
+
+    def evaluated_on(self, n: int) -> "Problem":
+        """Let n training and n test images, drawn at random, stand for all where they are many."""
+        generator = torch.Generator().manual_seed(2025)
+        train, test = (
+            partition(data, min(n, len(data[1])), generator=generator, n_batches=1)[0]
+            for data in (self.train, self.test)
+        )
+        return replace(self, evaluation=train, test=test)
 
     @property
     def folder(self) -> str:

@@ -1,5 +1,16 @@
 """Debiased K-FAC Laplace approximations from mini-batches, for laplace-torch."""
 
+try:
+    import torchmetrics  # noqa: F401  imports torchvision where there is one
+except RuntimeError as error:
+    if "torchvision" not in str(error):
+        raise
+    raise ImportError(
+        "Expected a torchvision that belongs to this torch, or none, got one that does not load "
+        f"({error}). Remedy: `pip uninstall torchvision`, which this library does not need, or "
+        "install matching versions of both, `pip install --upgrade torch torchvision`."
+    ) from error
+
 from laplace_debias.comparison import (
     ComparisonResult,
     CustomMethod,
@@ -26,8 +37,20 @@ from laplace_debias.evaluation import (
     sweep_prior_precision,
 )
 from laplace_debias.kfac import HookEF, HookGGN
-from laplace_debias.network import LayerCheck, ModelCheck, check_model, freeze_unsupported
-from laplace_debias.posterior import DebiasedKronLaplace, DebiasedKronLLLaplace, Laplace
+from laplace_debias.network import (
+    FreezeSummary,
+    LayerCheck,
+    ModelCheck,
+    bake_parametrizations,
+    check_model,
+    freeze_unsupported,
+)
+from laplace_debias.posterior import (
+    DebiasedKronLaplace,
+    DebiasedKronLLLaplace,
+    Laplace,
+    prior_precision_from_weight_decay,
+)
 from laplace_debias.predictive import LinearizedPredictive, linearized_predictive
 
 __all__ = [
@@ -43,12 +66,15 @@ __all__ = [
     "ModelCheck",
     "LayerCheck",
     "freeze_unsupported",
+    "bake_parametrizations",
+    "FreezeSummary",
     # prediction and prior precision
     "linearized_predictive",
     "LinearizedPredictive",
     "sweep_prior_precision",
     "SweepResult",
     "default_grid",
+    "prior_precision_from_weight_decay",
     # evaluation
     "evaluate",
     "CalibrationReport",

@@ -14,6 +14,7 @@ measured here; and the share of a two-batch fit that goes into checking the mode
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from collections.abc import Callable
@@ -64,7 +65,8 @@ def verification_share(model: nn.Module, data: TensorDataset, M: int, repeats: i
     """Seconds of checking the model over those of a whole fit on two mini-batches of M."""
     shares = []
     for _ in range(repeats):
-        la = Laplace(model, "classification", "all", "kron", debias=True)
+        # a copy, because what a check has shown of a model is remembered
+        la = Laplace(copy.deepcopy(model), "classification", "all", "kron", debias=True)
         la.fit(data[:M], curvature_loader=data[M : 2 * M], n_data=len(data))
         seconds = la.fit_cost.seconds
         shares.append(seconds["verification"] / sum(seconds.values()))

@@ -34,11 +34,11 @@ from examples.cifar10.corruptions import SEVERITIES, make_corrupted, read_publis
 from examples.cifar10.data import Cifar, Split, load_cifar
 from examples.cifar10.draws import NestedDraws
 from examples.cifar10.reference import Curvature, reference_factors
+from examples.cifar10.reporting import draw, load_cells, report
 from examples.cifar10.train import save_atomically
 from examples.networks import make_model, weights_and_biases
 from laplace_debias.comparison import (
     ComparisonResult,
-    ComparisonRow,
     CustomMethod,
     Prediction,
     Reference,
@@ -50,7 +50,6 @@ from laplace_debias.kfac.grams import KFAC_APPROXES
 from laplace_debias.network.loss import SAMPLERS
 from laplace_debias.posterior.from_factors import fit_from_factors
 from laplace_debias.posterior.kron import DebiasedKronLaplace, Laplace
-from laplace_debias.storage import CellStore
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 CROSSFIT = "crossfit-curvature"
@@ -174,68 +173,6 @@ def run(args: argparse.Namespace) -> ComparisonResult | None:
         work=Work(draws=args.draws, n_shared=args.n_shared),
         progress_bar=args.progress_bar,
     )
-
-
-def load_cells(folder: Path) -> ComparisonResult:
-    """Read every finished cell of a folder; needs neither data nor weights."""
-    path = folder / "config.json"
-    if not path.exists():
-        raise FileNotFoundError(f"Expected {path}, got none. Remedy: run the experiment first.")
-    store = CellStore(folder)
-    cells = [[ComparisonRow(**row) for row in store[name]] for name in store]
-    # a reference may have grown since an earlier run
-    references = [cell for cell in cells if cell[0].method in ("full", "large-batch")]
-    largest = max((cell[0].budget for cell in references), default=0)
-    if sum(cell[0].budget == largest for cell in references) > 1:
-        raise ValueError(
-            f"Expected one reference of {largest} images in {folder}, got several. Remedy: delete "
-            "the outdated file."
-        )
-    cells = [cell for cell in cells if cell not in references or cell[0].budget == largest]
-    rows = [row for cell in cells for row in cell]
-    order = {name: i for i, name in enumerate(("plain", "single", "two-batch"))}
-    rows.sort(key=lambda row: (order.get(row.method, len(order)), row.budget, row.draw))
-    config = store.config["options"]
-    return ComparisonResult(tuple(rows), config["n_data"], config)
-
-
-def set_names(result: ComparisonResult) -> list[str]:
-    """Names of the evaluation sets beside the test set."""
-    return [name.removesuffix("_nll") for name in result.metrics if name.endswith("_nll")]
-
-
-def report(result: ComparisonResult) -> str:
-    """The gap ratios per budget and set, and the test set's gaps, biases and spreads."""
-    lines = [f"Reference: {result.reference}, {result.budgets(result.reference)[0]} images.", ""]
-    lines += [result.table(["accuracy", "nll", "ece", "brier"]), ""]
-    known = ("plain", "single", "full", "large-batch")
-    for method in (name for name in result.methods if name not in known):
-        lines.append(f"Gap ratio {method} / single (below 1: nearer to the reference)")
-        budgets = list(result.gap_ratio("nll", method))
-        lines.append("set    metric    " + "".join(f"{budget:>8}" for budget in budgets))
-        for prefix in ("", *set_names(result)):
-            for metric in ("accuracy", "nll", "ece"):
-                ratios = result.gap_ratio(f"{prefix}_{metric}" if prefix else metric, method)
-                values = "".join(f"{ratios[budget]:>8.2f}" for budget in budgets)
-                lines.append(f"{prefix or 'test':<6} {metric:<10}{values}")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def draw(result: ComparisonResult, out: Path) -> None:
-    """Save the paper's figure for every evaluation set."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    from laplace_debias.plots.evaluation import plot_comparison
-
-    for prefix in ("", *set_names(result)):
-        names = ["accuracy", "nll", "ece"] + (["auroc"] if prefix not in ("", "train") else [])
-        axes = plot_comparison(result, [f"{prefix}_{name}" if prefix else name for name in names])
-        axes[0].figure.savefig(out / f"figure_{prefix or 'test'}.png", dpi=150)
-        plt.close(axes[0].figure)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from torch import Tensor
 
-from laplace_debias.data.inputs import Inputs
+from laplace_debias.data.inputs import Inputs, tensors_of
 
 __all__ = ["datum_keys"]
 
@@ -19,7 +18,7 @@ def datum_keys(X: Inputs, n: int, seed: int) -> list[int]:
     or the process in which it is met.
 
     Args:
-        X: Inputs of n data, a tensor ``[n, ...]`` or a mapping.
+        X: Inputs of n data, a tensor ``[n, ...]``, or a mapping or tuple of such.
         n: Number of data.
         seed: Other seeds give other keys.
 
@@ -32,11 +31,10 @@ def datum_keys(X: Inputs, n: int, seed: int) -> list[int]:
         >>> keys[0] == keys[2], keys[0] == keys[1], keys == datum_keys(X, 3, seed=1)
         (True, False, False)
     """
-    tensors = [X] if isinstance(X, Tensor) else [X[name] for name in sorted(X)]
     rows = [
         part.detach().reshape(n, -1).contiguous().view(torch.uint8).cpu().numpy()
-        for part in tensors
-        if isinstance(part, Tensor) and part.ndim > 0 and len(part) == n
+        for part in tensors_of(X)
+        if part.ndim > 0 and len(part) == n
     ]
     salt = seed.to_bytes(8, "little", signed=True)
     keys = []

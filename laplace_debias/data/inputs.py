@@ -1,4 +1,4 @@
-"""Inputs of a network: a tensor, or a mapping of tensors with one row per datum."""
+"""Inputs of a network: a tensor, or a mapping or tuple of tensors with one row per datum."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 __all__ = [
     "Batch",
+    "INPUT_TYPES",
     "Inputs",
     "Keys",
     "concatenate",
@@ -19,11 +20,14 @@ __all__ = [
     "rows_of",
     "size_of",
     "take",
+    "tensors_of",
     "widen",
 ]
 
-Inputs = Tensor | MutableMapping[str, Any]
-"""What a network takes: ``[n, ...]``, or a mapping of tensors and anything else."""
+Inputs = Tensor | MutableMapping[str, Any] | tuple[Any, ...] | list[Any]
+"""What a network takes: ``[n, ...]``, or a mapping or tuple of tensors and anything else."""
+INPUT_TYPES = (Tensor, MutableMapping, tuple, list)
+"""The same for ``isinstance``."""
 Batch = tuple[Inputs, Tensor]
 """Inputs and targets of some data."""
 
@@ -36,7 +40,7 @@ def size_of(x: Inputs, key: Keys = "input_ids") -> int:
     """Number of data in the inputs.
 
     Args:
-        x: A tensor ``[n, ...]``, or a mapping of tensors.
+        x: A tensor ``[n, ...]``, or a mapping or tuple of tensors.
         key: The entry of a mapping whose rows are counted (of several, the first); the first tensor
             if it is missing.
 
@@ -44,7 +48,7 @@ def size_of(x: Inputs, key: Keys = "input_ids") -> int:
         n.
 
     Raises:
-        ValueError: If a mapping holds no tensor.
+        ValueError: If a mapping or tuple holds no tensor.
 
     Example:
         >>> size_of({"mask": torch.ones(1), "input_ids": torch.zeros(3, 7)})
@@ -52,26 +56,51 @@ def size_of(x: Inputs, key: Keys = "input_ids") -> int:
     """
     if isinstance(x, Tensor):
         return len(x)
-    for name in (key,) if isinstance(key, str) else key:
-        if isinstance(x.get(name), Tensor):
-            return len(x[name])
-    for value in x.values():
-        if isinstance(value, Tensor) and value.ndim:
+    if isinstance(x, MutableMapping):
+        for name in (key,) if isinstance(key, str) else key:
+            if isinstance(x.get(name), Tensor):
+                return len(x[name])
+    for value in tensors_of(x):
+        if value.ndim:
             return len(value)
+    got = (
+        f"the keys {sorted(map(str, x))}"
+        if isinstance(x, MutableMapping)
+        else f"{len(x)} items ({', '.join(type(value).__name__ for value in x[:3])})"
+    )
     raise ValueError(
-        f"Expected a mapping with at least one tensor, got the keys {sorted(map(str, x))} without "
-        "any. Remedy: let the loader's `collate_fn` make tensors."
+        f"Expected a mapping or tuple with at least one tensor, got {got} without any. Remedy: let "
+        "the loader's `collate_fn` make tensors."
     )
 
 
+def tensors_of(x: Inputs) -> list[Tensor]:
+    """The tensors that inputs consist of.
+
+    Args:
+        x: A tensor, or a mapping or tuple of tensors and anything else.
+
+    Returns:
+        The tensors, in order.
+
+    Example:
+        >>> tensors_of((torch.ones(1), None, torch.zeros(1)))
+        [tensor([1.]), tensor([0.])]
+    """
+    if isinstance(x, Tensor):
+        return [x]
+    values = x.values() if isinstance(x, MutableMapping) else x
+    return [value for value in values if isinstance(value, Tensor)]
+
+
 def take(x: Inputs, rows: slice | Tensor, key: Keys = "input_ids") -> Inputs:
-    """Some of the data; of a mapping, those rows of every tensor with one row per datum.
+    """Some of the data; of a mapping or tuple, those rows of every tensor with one row per datum.
 
     Which tensors these are is told by ``key`` if it names several; otherwise by their number of
     rows, which can deceive.
 
     Args:
-        x: A tensor ``[n, ...]``, or a mapping of tensors.
+        x: A tensor ``[n, ...]``, or a mapping or tuple of tensors.
         rows: Which data.
         key: See :func:`size_of`.
 
@@ -86,6 +115,9 @@ def take(x: Inputs, rows: slice | Tensor, key: Keys = "input_ids") -> Inputs:
     """
     if isinstance(x, Tensor):
         return x[rows]
+    if isinstance(x, (tuple, list)):
+        n = size_of(x)
+        return tuple(value[rows] if _has_rows(value, n) else value for value in x)
     part = copy.copy(x)
     for name in rows_of(x, key):
         part[name] = x[name][rows]
@@ -117,7 +149,7 @@ def datum_shapes(x: Inputs) -> tuple[object, ...]:
     """Shapes of a datum, by which inputs can be concatenated or not.
 
     Args:
-        x: A tensor ``[n, ...]``, or a mapping of tensors.
+        x: A tensor ``[n, ...]``, or a mapping or tuple of tensors.
 
     Returns:
         What is equal for inputs whose data have equal shapes.
@@ -126,8 +158,8 @@ def datum_shapes(x: Inputs) -> tuple[object, ...]:
         >>> datum_shapes(torch.zeros(4, 2)) == datum_shapes(torch.zeros(1, 2))
         True
     """
-    if isinstance(x, Tensor):
-        return (x.shape[1:],)
+    if not isinstance(x, MutableMapping):
+        return tuple(value.shape[1:] for value in tensors_of(x))
     return tuple((k, v.shape[1:]) for k, v in x.items() if isinstance(v, Tensor) and v.ndim)
 
 
@@ -135,11 +167,11 @@ def concatenate(parts: Sequence[Inputs], key: Keys = "input_ids") -> Inputs:
     """Put inputs of several data together.
 
     Args:
-        parts: Tensors, or mappings of tensors with one row per datum.
+        parts: Tensors, or mappings or tuples of tensors with one row per datum.
         key: See :func:`take`; what does not run over the data is the first one's.
 
     Returns:
-        A tensor, or a mapping like the first one.
+        A tensor, or a mapping or tuple like the first one.
 
     Example:
         >>> concatenate([torch.zeros(1, 2), torch.ones(2, 2)]).shape
@@ -148,17 +180,28 @@ def concatenate(parts: Sequence[Inputs], key: Keys = "input_ids") -> Inputs:
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    if isinstance(first, (tuple, list)):
+        n, same = size_of(first), [part for part in parts if isinstance(part, (tuple, list))]
+        return tuple(
+            torch.cat([part[i] for part in same]) if _has_rows(value, n) else value
+            for i, value in enumerate(first)
+        )
     whole = copy.copy(first)
     for name in rows_of(first, key):
-        whole[name] = torch.cat([part[name] for part in parts if not isinstance(part, Tensor)])
+        whole[name] = torch.cat([part[name] for part in parts if isinstance(part, MutableMapping)])
     return whole
 
 
+def _has_rows(value: Any, n: int) -> bool:
+    """Whether an item of a tuple has one row per datum."""
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == n
+
+
 def map_tensors(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to a tensor, or to every tensor of a mapping; the mapping is copied.
+    """Apply a function to a tensor, or to every tensor of a mapping or tuple, which is copied.
 
     Args:
-        x: A tensor, a mapping, or anything else, which stays as it is.
+        x: A tensor, a mapping, a tuple, or anything else, which stays as it is.
         change: What happens to tensors.
 
     Returns:
@@ -175,6 +218,8 @@ def map_tensors(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
         for key in x:
             changed[key] = map_tensors(x[key], change)
         return changed
+    if isinstance(x, (tuple, list)):
+        return tuple(map_tensors(value, change) for value in x)
     return x
 
 

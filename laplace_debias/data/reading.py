@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.data.inputs import Batch, Inputs, map_tensors, size_of, take
+from laplace_debias.data.inputs import (
+    INPUT_TYPES,
+    Batch,
+    Inputs,
+    map_tensors,
+    size_of,
+    take,
+    tensors_of,
+)
 from laplace_debias.data.processes import is_main, processes
 from laplace_debias.data.shares import n_own
 
-__all__ = ["MissingKeyError", "as_batches", "read", "unpack"]
+__all__ = ["MissingKeyError", "as_batches", "on_device", "read", "unpack"]
 
 
 class MissingKeyError(KeyError, ValueError):
@@ -111,8 +119,9 @@ def unpack(
     """Inputs and targets of a mini-batch, on the model's device.
 
     Args:
-        batch: ``(X, y)``, or a mapping that holds the targets under ``dict_key_y``. Where targets
-            are not needed also ``X``, ``(X,)``, a longer tuple, or a mapping without them.
+        batch: ``(X, y)``, or a mapping that holds the targets under ``dict_key_y``; ``X`` is a
+            tensor, a mapping, or a tuple of positional arguments. Where targets are not needed
+            also ``X``, ``(X,)``, a longer tuple, or a mapping without them.
         device: Device of the model.
         dict_key_y: Key of the targets in a mapping.
         labelled: Whether there must be targets.
@@ -131,10 +140,11 @@ def unpack(
         (torch.Size([2, 3]), torch.Size([2]))
     """
     X, y = _parts(batch, dict_key_y, labelled)
-    if not isinstance(X, (Tensor, MutableMapping)):
+    if not isinstance(X, INPUT_TYPES):
         raise ValueError(
-            f"Expected the inputs of a mini-batch as a tensor or a mapping, got {_described(X)}. "
-            "Remedy: `torch.as_tensor(...)`, or a `DataLoader`, which makes tensors."
+            "Expected the inputs of a mini-batch as a tensor, a mapping or a tuple, got "
+            f"{_described(X)}. Remedy: `torch.as_tensor(...)`, or a `DataLoader`, which makes "
+            "tensors."
         )
     if isinstance(y, Tensor) and y.ndim > 0:
         whole = not (y.is_floating_point() or y.is_complex())
@@ -149,9 +159,8 @@ def unpack(
             f"{_described(y)}. Remedy: a `DataLoader`, which makes mini-batches of tensors out of "
             "a dataset's items."
         )
-    inputs = X.values() if isinstance(X, MutableMapping) else [X]
-    for value in inputs:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
+    for value in tensors_of(X):
+        if not value.is_floating_point():
             continue
         finite = torch.isfinite(value)
         if not finite.all():
@@ -160,10 +169,27 @@ def unpack(
                 f"{value.numel()} entries in a mini-batch. Remedy: clean the data, or drop these "
                 "rows."
             )
-    X = X.to(device) if isinstance(X, Tensor) else X
-    if any(isinstance(value, Tensor) and value.is_inference() for value in inputs):
-        X = map_tensors(X, _ordinary)
-    return X, y
+    return on_device(X, device), y
+
+
+def on_device(x: Inputs, device: torch.device) -> Inputs:
+    """Inputs whose tensors are on a device and can be used outside of inference mode.
+
+    Args:
+        x: A tensor, or a mapping or tuple of tensors and anything else.
+        device: The device.
+
+    Returns:
+        The same inputs, copied only where need be.
+
+    Example:
+        >>> x = {"x": torch.ones(1)}
+        >>> on_device(x, torch.device("cpu")) is x
+        True
+    """
+    if any(value.device != device or value.is_inference() for value in tensors_of(x)):
+        return cast(Inputs, map_tensors(x, lambda value: _ordinary(value.to(device))))
+    return x
 
 
 def _ordinary(value: Tensor) -> Tensor:
@@ -182,7 +208,7 @@ def _parts(batch: Any, dict_key_y: str, labelled: bool) -> tuple[Any, Any]:
         return batch[0], batch[1] if len(batch) == 2 else None
     raise ValueError(
         f"Expected mini-batches `(X, y)` or mappings, got {_described(batch)}. Remedy: let the "
-        "loader's `collate_fn` return a pair."
+        "loader's `collate_fn` return a pair, for several inputs `((x1, x2), y)`."
     )
 
 
@@ -216,8 +242,9 @@ def as_batches(
 
     Args:
         loader: A loader, any iterable of mini-batches, or one mini-batch: a mapping, or a pair
-            ``(X, y)``. Where targets are not needed also a tensor ``X``; a *list* of two tensors
-            then holds two mini-batches of inputs, unless their data differ in shape.
+            ``(X, y)``, where ``X`` may be a tuple or mapping. Where targets are not needed also a
+            tensor ``X``; a *list* of two tensors then holds two mini-batches of inputs, unless
+            their data differ in shape.
         labelled: Whether mini-batches must have targets.
         name: What error messages call the loader.
 
@@ -240,9 +267,11 @@ def as_batches(
                 "Remedy: pass `(X, y)`, or a loader of such pairs."
             )
         return [loader]
-    if isinstance(loader, (tuple, list)) and len(loader) == 2:
-        if all(isinstance(part, Tensor) for part in loader):
-            X, y = loader
+    if isinstance(loader, (tuple, list)) and len(loader) == 2 and isinstance(loader[1], Tensor):
+        X, y = loader
+        if isinstance(X, (tuple, list, MutableMapping)):
+            return [loader]
+        if isinstance(X, Tensor):
             two = not labelled and isinstance(loader, list) and X.shape[1:] == y.shape[1:]
             return loader if two else [loader]
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):

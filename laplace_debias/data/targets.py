@@ -15,7 +15,8 @@ def check_targets(y: Tensor, output_shape: torch.Size, likelihood: str) -> None:
         y: Targets of a mini-batch of m data: for a classification class indices ``[m, ...]``, or
             probabilities of the classes ``[m, ..., C]`` (soft labels).
         output_shape: Shape of the model's output for these data, ``[m, ..., C]``.
-        likelihood: ``"classification"`` or ``"regression"``.
+        likelihood: ``"classification"``, ``"regression"``, or ``"bernoulli"`` with targets in
+            [0, 1] of the outputs' shape.
 
     Raises:
         ValueError: If shape, dtype, class indices or probabilities are wrong.
@@ -41,12 +42,14 @@ def check_targets(y: Tensor, output_shape: torch.Size, likelihood: str) -> None:
                 "Expected finite regression targets, got NaN or Inf. Remedy: drop these rows."
             )
         return
+    if likelihood == "bernoulli":
+        _check_labels(y, output_shape)
+        return
     if C == 1:
         raise ValueError(
             "Expected a model with at least two outputs for a classification, whose softmax of a "
-            "single logit is one whatever the data, got one output. Remedy: for a binary "
-            "classifier with the logit f let the model return `torch.cat([torch.zeros_like(f), f], "
-            "-1)`, and pass its labels as `y.squeeze(-1).long()`."
+            "single logit is one whatever the data, got one output. Remedy: "
+            "likelihood='bernoulli' for a binary classifier of one logit."
         )
     if y.is_floating_point() and y.shape[1:] == output_shape[1:]:
         _check_probabilities(y)
@@ -63,6 +66,22 @@ def check_targets(y: Tensor, output_shape: torch.Size, likelihood: str) -> None:
         raise ValueError(
             f"Expected class indices in [0, {C - 1}] for a model with {C} outputs, got values in "
             f"[{low}, {high}]. Remedy: re-index the classes from 0, or widen the last layer."
+        )
+
+
+def _check_labels(y: Tensor, output_shape: torch.Size) -> None:
+    """Raise unless targets are in [0, 1], one for each output."""
+    if y.shape[1:] != output_shape[1:]:
+        raise ValueError(
+            f"Expected Bernoulli targets of shape {['m', *output_shape[1:]]}, as the model's "
+            f"outputs, got {list(y.shape)}. Remedy: reshape the targets, e.g. `y.unsqueeze(-1)` "
+            "for a single logit."
+        )
+    low, high = float(y.min()), float(y.max())
+    if not (low >= 0 and high <= 1):  # also for NaN
+        raise ValueError(
+            f"Expected Bernoulli targets in [0, 1], got values in [{low:.4g}, {high:.4g}]. "
+            "Remedy: 0 for no, 1 for yes, anything between for soft labels."
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_debias.data.inputs import Batch
+from laplace_debias.data.inputs import Batch, tensors_of
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.storage.atomic import write_atomically
@@ -238,9 +238,7 @@ def _digest(role: str, batch: Batch) -> str:
     """Digest of a mini-batch and its role."""
     X, y = batch
     digest = hashlib.sha256(role.encode())
-    parts = {"": X} if isinstance(X, Tensor) else dict(X)
-    for name, part in sorted({**parts, " y": y}.items()):
-        if isinstance(part, Tensor):
-            digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
-            digest.update(tensor_bytes(part))
+    for part in (*tensors_of(X), y):
+        digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
+        digest.update(tensor_bytes(part))
     return digest.hexdigest()

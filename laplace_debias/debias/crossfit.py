@@ -26,7 +26,7 @@ from laplace_debias.debias.shared_folds import fit_shared_folds
 from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
-from laplace_debias.network.loss import curvature_scores, mean_loss_hessian
+from laplace_debias.network.loss import curvature_scores
 
 __all__ = ["fit_crossfit"]
 
@@ -141,7 +141,7 @@ class _Run:
             raise self.too_few(sum(map(len, passed.outputs)), K)
         f = torch.cat(passed.outputs)
         self.data.check_seen({"pool": len(f)}, disjoint=True)
-        hessian = mean_loss_hessian(f, self.engine.likelihood)
+        hessian = self.engine.mean_hessian(f)
         exact = whole and self.engine.fisher != "empirical"
         with self.engine.cost.stage("decompositions"):
             return crossfit_kron(

@@ -92,8 +92,7 @@ def crossfit_kron(
                 n_folds = max(ROW_FOLDS, len(sources))
                 parts.append(crossfit_rows(kept, n_folds, name=f"A of {name}"))
             else:
-                A_sizes = [fold.n for fold in sources]
-                parts.append(crossfit_spectrum(A, A_sizes, name=f"A of {name}"))
+                parts.append(_input_spectrum(sources, i, name))
         dtype = folds[0][i][0].dtype
         Q.append([part[0].to(dtype) for part in parts])
         lam.append([part[1] for part in parts])
@@ -106,3 +105,15 @@ def _all_rows(parts: Sequence[Tensor | None]) -> Tensor | None:
     """Rows of all folds, if every fold kept its own."""
     kept = [part for part in parts if part is not None]
     return torch.cat(kept) if len(kept) == len(parts) else None
+
+
+def _input_spectrum(folds: Sequence[Factors], i: int, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-fit A, a mean over rows: folds count by their rows, which data may be routed past."""
+    pairs = [(fold.A[i], fold.n_rows[i] if fold.n_rows else fold.n) for fold in folds]
+    A = [(factor, n_rows) for factor, n_rows in pairs if factor is not None and n_rows > 0]
+    if len(A) < 2:
+        raise ValueError(
+            f"Expected data of at least two folds to reach the layer of '{name}', got {len(A)}. "
+            "Remedy: take larger mini-batches or more data (`n_input`), or freeze the layer."
+        )
+    return crossfit_spectrum([M for M, _ in A], [n for _, n in A], name=f"A of {name}")

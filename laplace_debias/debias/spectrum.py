@@ -57,18 +57,24 @@ class FitResult:
     n_data: int
     n_outputs: int
 
-    def decomposed(self, dtype: torch.dtype, damping: bool = False) -> KronDecomposed:
+    def decomposed(
+        self, dtype: torch.dtype, damping: bool = False, transposed: Sequence[bool] = ()
+    ) -> KronDecomposed:
         """The curvature as laplace-torch holds it.
 
         Args:
             dtype: Its type, the model's.
             damping: laplace-torch's switch.
+            transposed: For each block, whether its parameter is ``[d_in, d_out]``: the block of
+                the flattened parameter is then ``kron(A, B)``. By default none is.
 
         Returns:
             ``Q diag(lam_tilde) Q^T``, block by block.
         """
         Q = [[Q_f.to(dtype) for Q_f in block] for block in self.Q]
         lam = [[values.to(dtype) for values in block] for block in self.lam_tilde]
+        for i in (i for i, turn in enumerate(transposed) if turn):
+            Q[i], lam[i] = Q[i][::-1], lam[i][::-1]
         # laplace-torch holds lists of lists, and annotates them as if each were a tuple of one
         blocks = cast("tuple[list[tuple[Tensor]], list[tuple[Tensor]]]", (Q, lam))
         return KronDecomposed(*blocks, damping=damping)
@@ -140,8 +146,8 @@ def eigenbasis(
     for block in blocks:
         block.clear()
     dtype = dtype or torch.float64
-    jobs.sort(key=lambda job: (-sizes[job], job))
     own = [(i, f) for i, f in jobs if f or not shared[i]]
+    own.sort(key=lambda job: (-sizes[job], job))
     ranks = dict(zip(own, shared_out([sizes[job] ** 3 for job in own], group), strict=True))
     pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     with together("the eigendecompositions") if group is not None else nullcontext():
@@ -160,7 +166,6 @@ def eigenbasis(
     for i, is_shared in enumerate(shared):
         if is_shared:
             pairs[i, 0] = pairs[i - 1, 0]
-    jobs.sort()
     layout = [[(i, f) for j, f in jobs if j == i] for i in range(len(names))]
     return (
         [[pairs[job][0] for job in block] for block in layout],

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.processes import processes, together
 from laplace_debias.data.reading import read
-from laplace_debias.evaluation.predictors import laplace_predictor, model_predictor
+from laplace_debias.evaluation.predictors import for_metrics, laplace_predictor, model_predictor
 from laplace_debias.evaluation.reports import CalibrationReport
 from laplace_debias.evaluation.streams import CalibrationMetrics, RegressionMetrics
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.preserve import evaluation_mode
-from laplace_debias.network.upstream import device_of
+from laplace_debias.network.upstream import device_of, noise_of
 
 __all__ = ["EvaluationError", "evaluate"]
 
@@ -100,7 +100,7 @@ def evaluate(
     if isinstance(predictor, BaseLaplace):
         _check_laplace(predictor, likelihood)
         model, kind = predictor.model, likelihood_name(predictor.likelihood)
-        device, key_y, noise = device_of(predictor), predictor.dict_key_y, predictor.sigma_noise
+        device, key_y, noise = device_of(predictor), predictor.dict_key_y, noise_of(predictor)
         predict = laplace_predictor(predictor, pred_type, link_approx, n_samples)
     elif isinstance(predictor, nn.Module):
         kind = likelihood_name(likelihood or "classification")
@@ -120,7 +120,7 @@ def evaluate(
             "Remedy: evaluate it as a loader of its own."
         )
     metrics: CalibrationMetrics | RegressionMetrics
-    if kind == "classification":
+    if kind != "regression":
         metrics = CalibrationMetrics(n_bins)
     else:
         metrics = RegressionMetrics(sigma_noise=noise)
@@ -135,6 +135,8 @@ def evaluate(
                 shapes |= {X.shape[1:]} if isinstance(X, Tensor) else set()
                 if isinstance(metrics, CalibrationMetrics):
                     (log_probs,) = predict(X)
+                    if kind == "bernoulli":
+                        (log_probs,), y = for_metrics((log_probs,), y, kind)
                     metrics.update(log_probs, y)
                 else:
                     mean, variance = predict(X)

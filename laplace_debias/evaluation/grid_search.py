@@ -15,12 +15,17 @@ from torch import Tensor
 
 from laplace_debias.data.processes import counted, is_main, processes, together
 from laplace_debias.data.reading import read
-from laplace_debias.data.targets import check_targets
-from laplace_debias.evaluation.predictors import Predict, Update, laplace_predictor, run_sweep
+from laplace_debias.evaluation.predictors import (
+    Predict,
+    Update,
+    for_metrics,
+    laplace_predictor,
+    run_sweep,
+)
 from laplace_debias.evaluation.sweep_result import SweepResult
 from laplace_debias.evaluation.table import UserMetric, metric_table
 from laplace_debias.network.loss import likelihood_name
-from laplace_debias.network.upstream import device_of, dtype_of
+from laplace_debias.network.upstream import device_of, dtype_of, noise_of
 from laplace_debias.predictive.eigenblocks import check_fitted, prior_grid
 from laplace_debias.predictive.predictions import Prediction
 from laplace_debias.predictive.predictor import StructuredPredictor
@@ -151,7 +156,7 @@ def gridsearch_prior_precision(
 def _fresh(la: KronLaplace, loss: Loss | None) -> torchmetrics.Metric:
     """Return a fresh metric for one grid point."""
     if loss is None:
-        table = metric_table(likelihood_name(la.likelihood), sigma_noise=la.sigma_noise)
+        table = metric_table(likelihood_name(la.likelihood), sigma_noise=noise_of(la))
         metric = table["nll"]()
     else:
         metric = UserMetric(loss if isinstance(loss, torchmetrics.Metric) else _Callable(loss))
@@ -186,7 +191,6 @@ def _run_networks(
             n_data = 0
             for x, y in read(loader, device_of(la), la.dict_key_y, name="val_loader"):
                 prediction = predict(x)
-                check_targets(y, prediction[0].shape, likelihood)
-                update(i, prediction, y)
+                update(i, *for_metrics(prediction, y, likelihood))
                 n_data += len(y)
     return counted(n_data)

@@ -7,16 +7,19 @@ A prediction is ``(log-probabilities [n, C],)`` for classification and ``(mean [
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from laplace.baselaplace import BaseLaplace
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.processes import counted, together
 from laplace_debias.data.reading import read
 from laplace_debias.data.targets import check_targets
+from laplace_debias.network.bernoulli import binary_labels
+from laplace_debias.network.calling import call_model
 from laplace_debias.network.loss import Likelihood, likelihood_name
 from laplace_debias.network.upstream import device_of
 from laplace_debias.predictive.links import check_link
@@ -31,6 +34,7 @@ __all__ = [
     "LogProbabilities",
     "Predict",
     "Update",
+    "for_metrics",
     "laplace_predictor",
     "model_predictor",
     "run_sweep",
@@ -69,9 +73,11 @@ def model_predictor(model: nn.Module, likelihood: Likelihood) -> Predict:
 
     @torch.no_grad()
     def predict(X: Inputs) -> Prediction:
-        output = model(X)
+        output = call_model(model, X)
         if likelihood == "classification":
             return (output.log_softmax(-1),)
+        if likelihood == "bernoulli":
+            return (logsigmoid(torch.stack([-output, output], dim=-1)),)
         return output, torch.zeros_like(output)
 
     return predict
@@ -122,13 +128,43 @@ def laplace_predictor(
     def predict(X: Inputs) -> Prediction:
         if isinstance(la, LogProbabilities) and not regression:
             return (la.log_probabilities(X, **options),)
-        output: Any = la(X, **options, **preferences)
+        output: Any = la(cast(Any, X), **options, **preferences)
         if regression:
             mean, variance = output
             return mean, variance
         return (output.log(),)
 
     return predict
+
+
+def for_metrics(
+    prediction: Prediction, y: Tensor, likelihood: Likelihood
+) -> tuple[Prediction, Tensor]:
+    """A prediction and its targets as metrics take them, once they fit each other.
+
+    Args:
+        prediction: What a predictor returned.
+        y: The targets.
+        likelihood: Of the outputs.
+
+    Returns:
+        The same; of labels (Bernoulli), every one as a datum of two classes.
+
+    Raises:
+        ValueError: If the targets do not fit.
+
+    Example:
+        >>> log_probs = torch.full((4, 3, 2), 0.5).log()
+        >>> (flat,), labels = for_metrics((log_probs,), torch.ones(4, 3), "bernoulli")
+        >>> flat.shape, labels.shape
+        (torch.Size([12, 2]), torch.Size([12]))
+    """
+    if likelihood != "bernoulli":
+        check_targets(y, prediction[0].shape, likelihood)
+        return prediction, y
+    (log_probs,) = prediction
+    check_targets(y, log_probs.shape[:-1], likelihood)
+    return (log_probs.flatten(0, -2),), binary_labels(y.flatten())
 
 
 def run_sweep(
@@ -176,14 +212,13 @@ def run_sweep(
                 predictor,
                 x,
                 regression=likelihood == "regression",
+                labels=likelihood == "bernoulli",
                 link_approx=link_approx,
                 n_samples=n_samples,
                 method=method,
                 generator=generator,
             )
             for i, prediction in enumerate(predictions):
-                if i == 0:
-                    check_targets(y, prediction[0].shape, likelihood)
-                update(i, prediction, y)
+                update(i, *for_metrics(prediction, y, likelihood))
             n_data += len(y)
     return counted(n_data)

@@ -13,6 +13,7 @@ from laplace_debias.evaluation.predictors import run_sweep
 from laplace_debias.evaluation.sweep_result import SweepResult
 from laplace_debias.evaluation.table import Metrics, fresh_metrics
 from laplace_debias.network.loss import likelihood_name
+from laplace_debias.network.upstream import noise_of
 from laplace_debias.predictive.eigenblocks import PriorPrecisions, check_fitted
 from laplace_debias.predictive.predictions import Prediction
 from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
@@ -98,7 +99,7 @@ def sweep_prior_precision(
     predictor = StructuredPredictor(la, prior_precisions, memory_budget, keep_graph=False)
     k = len(predictor.deltas)
     fresh = fresh_metrics(
-        metrics, k, likelihood, sigma_noise=la.sigma_noise, device=predictor.deltas.device
+        metrics, k, likelihood, sigma_noise=noise_of(la), device=predictor.deltas.device
     )
 
     def update(i: int, prediction: Prediction, y: Tensor) -> None:
@@ -129,5 +130,5 @@ def sweep_prior_precision(
         values,
         better,
         n_data,
-        link if likelihood == "classification" else None,
+        None if likelihood == "regression" else link,
     )

@@ -51,7 +51,7 @@ def metric_table(
         >>> list(metric_table("regression"))
         ['nll', 'rmse', 'mse', 'coverage_50', 'coverage_90', 'coverage_95']
     """
-    if likelihood == "classification":
+    if likelihood != "regression":
         return {
             "accuracy": Accuracy,
             "nll": NLL,

@@ -13,6 +13,7 @@ from laplace_debias.data.inputs import Inputs
 from laplace_debias.kfac.engine import kfac_factors
 from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.loss import Fisher
+from laplace_debias.network.ownership import transposed_parameters
 from laplace_debias.network.upstream import feature_extractor, kron_of, last_layer_of
 
 __all__ = ["HookEF", "HookGGN", "HookInterface"]
@@ -53,6 +54,8 @@ class HookInterface(CurvatureInterface):
             **kwargs,
         )
         blocks = [[block[0], *(A * (factors.n / N) for A in block[1:])] for block in factors.blocks]
+        turned = transposed_parameters(model, map(model.get_parameter, factors.names))
+        blocks = [b[::-1] if turn else b for b, turn in zip(blocks, turned, strict=True)]
         return factors.summed_loss, kron_of(blocks)
 
 

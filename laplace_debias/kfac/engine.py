@@ -27,16 +27,33 @@ from laplace_debias.data.targets import check_targets
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Block, Factors
 from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox
-from laplace_debias.kfac.rotations import RotatedInputs, input_gram, output_grams
+from laplace_debias.kfac.norms import NormGram
+from laplace_debias.kfac.rotations import (
+    RotatedInputs,
+    curvature_along,
+    input_gram,
+    output_grams,
+)
 from laplace_debias.kfac.row_counts import RowCounter, input_rows, output_rows
+from laplace_debias.network.calling import call_model
+from laplace_debias.network.check import agree
+from laplace_debias.network.layers import (
+    has_rows_last,
+    is_kfac_layer,
+    is_norm,
+    n_in,
+    normalised,
+)
 from laplace_debias.network.loss import (
     Fisher,
     Sampler,
     backward_vectors,
     likelihood_name,
     loss_sum,
+    mean_loss_hessian,
 )
-from laplace_debias.network.ownership import KFACLayer, OwnedParameter, owned_parameters
+from laplace_debias.network.objective import Objective
+from laplace_debias.network.ownership import OwnedParameter, owned_parameters
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder, check_outputs
 
@@ -48,9 +65,10 @@ class Engine:
     """A network as K-FAC sees it, with its passes counted.
 
     Attributes:
-        root: The module whose parameters are Bayesian: ``Linear`` and ``Conv1d/2d/3d`` layers whose
-            output is ``[n, C]``; anything else may stand between them if its own parameters are
-            frozen. A module that is called several times sees the calls as further positions.
+        root: The module whose parameters are Bayesian: linear layers, convolutions and
+            normalisations, its output ``[n, C]``; anything else may stand between them if its own
+            parameters are frozen. A module that is called several times sees the calls as further
+            positions.
         likelihood: ``"classification"`` (softmax cross-entropy) or ``"regression"`` (half squared
             error).
         fisher: Which backward vectors, see :func:`laplace_debias.network.loss.backward_vectors`.
@@ -59,11 +77,14 @@ class Engine:
         generator: Source of randomness for ``fisher="mc"``; the global one by default.
         embed: Turns a datum's inputs into inputs of ``root`` (features for a last layer).
         params: Parameters that get a block; by default all that require a gradient.
+        objective: Class weights, label smoothing or noises of the outputs, if there were any.
         cost: What all passes so far have cost.
         reached: Parameters whose layers some datum has reached. A mini-batch that does not reach
             them tells that they have no curvature there; others are refused.
         draw_seed: Key the draws of ``fisher="mc"`` by this number and the datum instead of taking
             them from the generator: whichever process has a datum draws the same for it.
+        first_output: What the first datum to come gives by itself, ``[1, C]``, if that is known:
+            its mini-batch must give the same.
 
     Raises:
         ValueError: If the model has no trainable parameter, K-FAC cannot represent one, or an
@@ -85,9 +106,11 @@ class Engine:
     generator: torch.Generator | None = None
     embed: Callable[[Inputs], Inputs] | None = None
     params: Iterable[Tensor] | None = None
+    objective: Objective = field(default_factory=Objective)
     cost: FitCost = field(default_factory=FitCost)
     reached: set[str] = field(default_factory=set)
     draw_seed: int | None = None
+    first_output: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Look up who owns the parameters."""
@@ -146,7 +169,7 @@ class Engine:
             ValueError: If the forward pass never uses a layer, or if the shapes of outputs, targets
                 or weights do not fit.
         """
-        weights_only = [p for p in self.owned if p.role == "weight"]
+        weights_only = [p for p in self.owned if p.role == "weight" and not p.scales]
         Q = dict(zip(self.names, along or (), strict=along is not None))
         grams = {
             p.name: input_gram(self.kfac_approx, p.name, Q.get(p.name))
@@ -157,19 +180,25 @@ class Engine:
         for p in weights_only if inputs else ():
             for layer in p.layers:
                 listeners.setdefault(layer, []).append(grams[p.name])
+        scaled = {
+            layer for p in self.owned if p.scales and p.role == "weight" for layer in p.layers
+        }
         rows: dict[nn.Module, list[Tensor]] = {}
+        x_hats: dict[nn.Module, list[Tensor]] = {}  # what normalisations scaled, call by call
         reduce = self.kfac_approx == "reduce"
         count_B = [RowCounter(p.name) for p in self.owned if count_rows and outputs]
         count_A = {p.name: RowCounter(p.name) for p in weights_only if count_rows and inputs}
 
         def on_input(layer: nn.Module, geometry: nn.Module, a: Tensor) -> None:
             for gram in listeners.get(layer, ()):
-                if isinstance(geometry, KFACLayer):
+                if is_kfac_layer(geometry):
                     gram.add(geometry, a)
                     if count_rows:
                         new = input_rows(geometry, a, self.kfac_approx)
                         count_A[gram.name].add(new, to_last=reduce)
-            if isinstance(layer, nn.Linear) and layer.in_features >= rows_from:
+            if outputs and layer in scaled and is_norm(layer):
+                x_hats.setdefault(layer, []).append(normalised(layer, a))
+            if has_rows_last(layer) and n_in(layer) >= rows_from:
                 kept = a.to(torch.promote_types(a.dtype, torch.float32), copy=True)
                 rows.setdefault(layer, []).append(kept)
 
@@ -177,28 +206,33 @@ class Engine:
         with self.cost.stage("passes"), evaluation_mode(self.root):
             x = X if self.embed is None else self.embed(X)
             with torch.set_grad_enabled(outputs), recorder.recording():
-                f = check_outputs(self.root(x))
+                f = check_outputs(call_model(self.root, x))
             n, C = f.shape
+            self._check_first(f.detach())
             self._check_called(recorder, outputs)
+            white = f.detach()
             if y is not None:
                 check_targets(y, f.shape, self.likelihood)
-            n_vectors, B = 0, {}
+                if self.likelihood == "classification":
+                    y, counted = self.objective.targets(y, C)
+                    if counted is not None:
+                        weights = counted if weights is None else weights * counted
+                elif self.likelihood == "regression":
+                    white, y = self.objective.whitened(white), self.objective.whitened(y)
+            n_vectors, B = 0, dict[str, Tensor]()
             if outputs:
                 V = self._backward_vectors(X, f.detach(), y, weights)
-                n_vectors, B = len(V), self._outputs(f, V, recorder, count_B, Q)
+                n_vectors, B = len(V), self._outputs(f, V, recorder, count_B, x_hats, Q)
         self.cost.forward += n
         self.cost.backward += n * n_vectors
         return Factors(
             self.names,
-            tuple(
-                _total([B[layer, p.name if Q else ""] for layer in p.layers]) if B else None
-                for p in self.owned
-            ),
+            tuple(B.get(p.name) for p in self.owned),
             tuple(self._input_factor(p, grams.get(p.name), n) for p in self.owned),
             n,
             C,
             weight=n,
-            loss=None if y is None else loss_sum(f.detach(), y, self.likelihood, weights),
+            loss=None if y is None else loss_sum(white, y, self.likelihood, weights),
             forward=n,
             backward=n * n_vectors,
             outputs=None if outputs else f,
@@ -209,7 +243,8 @@ class Engine:
                 for p in self.owned
             ),
             at_output=tuple(
-                len(p.layers) == 1
+                not p.scales
+                and len(p.layers) == 1
                 and len(recorder.calls[p.layers[0]]) == 1
                 and recorder.calls[p.layers[0]][0].is_output(f)
                 for p in self.owned
@@ -229,14 +264,18 @@ class Engine:
             else (),
         )
 
+    def mean_hessian(self, f: Tensor) -> Tensor:
+        """Mean over data of the loss Hessian at outputs ``[n, C]``, in float64."""
+        H = mean_loss_hessian(f, self.likelihood)
+        return self.objective.whitened(self.objective.whitened(H).T)
+
     def _input_factor(self, p: OwnedParameter, gram: InputGram | None, n: int) -> Tensor | None:
         """A of a weight, zero if no datum was routed to its layer."""
         if gram is None:
             return None
         if gram.n_rows:
             return gram.result(n)
-        weight = p.layers[0].weight
-        d_in = weight[0].numel()
+        weight, d_in = p.layers[0].weight, n_in(p.layers[0])
         dtype = torch.promote_types(weight.dtype, torch.float32)
         rotated = isinstance(gram, RotatedInputs)
         return weight.new_zeros(d_in if rotated else (d_in, d_in), dtype=dtype)
@@ -249,7 +288,8 @@ class Engine:
         def vectors(at: slice, generator: torch.Generator | None) -> Tensor:
             targets, shares = (t if t is None else t[at] for t in (y, weights))
             options = (self.likelihood, self.fisher, generator, shares, self.sampler)
-            return backward_vectors(f[at], targets, *options)
+            white = self.objective.whitened(f[at])
+            return self.objective.whitened(backward_vectors(white, targets, *options))
 
         if self.draw_seed is None or self.fisher != "mc":
             return vectors(slice(None), self.generator)
@@ -265,10 +305,14 @@ class Engine:
         V: Tensor,
         recorder: Recorder,
         counters: list[RowCounter],
+        x_hats: dict[nn.Module, list[Tensor]],
         Q: Mapping[str, Block],
-    ) -> dict[tuple[nn.Module, str], Tensor]:
-        """B of every layer (and basis)."""
-        grams = output_grams(self.owned, f, self.kfac_approx, self._layer_names, Q)
+    ) -> dict[str, Tensor]:
+        """B of every parameter, or its curvatures along a basis."""
+        owned = [p for p in self.owned if not p.scales]
+        names = {m: name for m, name in self._layer_names.items() if is_kfac_layer(m)}
+        grams = output_grams(owned, f, self.kfac_approx, names, Q)
+        scales = {p.name: NormGram(p, f) for p in self.owned if p.scales}
         calls = [call for layer in self._layers for call in recorder.calls[layer]]
         edges = [call.edge for call in calls if call.edge is not None]  # all, see _check_called
         for k, v in enumerate(V):
@@ -280,27 +324,48 @@ class Engine:
                 allow_unused=True,  # None: the output does not depend on the layer
             )
             found: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self._layers}
+            of_call: dict[nn.Module, list[Tensor | None]] = {layer: [] for layer in self._layers}
             for call, g in zip(calls, gradients, strict=True):
+                of_call[call.module].append(g)
                 if g is not None:
                     found[call.module].append(g)
             for layer, per_basis in grams.items():
                 for gram in {id(gram): gram for gram in per_basis.values()}.values():
                     gram.add(found[layer], len(f))
+            summed = {name: gram.add(of_call, x_hats, len(f)) for name, gram in scales.items()}
             for p, counter in zip(self.owned, counters, strict=False):  # none, or one each
                 parts = [
                     output_rows(layer, g, self.kfac_approx)
                     for layer in p.layers
+                    if is_kfac_layer(layer)
                     for g in found[layer]
                 ]
+                row = summed.get(p.name)
+                if row is not None:
+                    parts = [row.unsqueeze(1)]
                 if parts and self.kfac_approx != "expand":
                     parts = [sum(parts[1:], parts[0])]
                 for new in parts:
                     counter.add(new)
-        return {
-            (layer, basis): gram.result()
-            for layer, per_basis in grams.items()
-            for basis, gram in per_basis.items()
+        B = {
+            p.name: _total([grams[layer][p.name if Q else ""].result() for layer in p.layers])
+            for p in owned
         }
+        for name, scale in scales.items():
+            M = scale.result()
+            B[name] = curvature_along(M, Q[name][0].double()) if Q else M
+        return B
+
+    def _check_first(self, f: Tensor) -> None:
+        """Raise if the very first datum's output is another one in its mini-batch."""
+        expected, self.first_output = self.first_output, None
+        if expected is not None and not agree(f[:1], expected):
+            raise ValueError(
+                "Expected one row of outputs for each datum, whatever passes with it, got another "
+                f"output of the first datum by itself than among {len(f)}. Remedy: let the model "
+                "treat each datum by itself, and normalise with statistics of the training. "
+                "`verify=False` turns this check off."
+            )
 
     def _check_called(self, recorder: Recorder, outputs: bool) -> None:
         """Raise if a layer was never called so far, or called without gradients."""

@@ -26,11 +26,11 @@ from math import prod
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from laplace_debias.kfac.shifts import saves_work, shifted_gram
-from laplace_debias.network.ownership import KFACLayer
+from laplace_debias.network.layers import KFACLayer, has_rows_last, n_out
 from laplace_debias.network.unfold import (
     conv_image,
     conv_windows,
@@ -126,11 +126,11 @@ def input_mean(layer: KFACLayer, x: Tensor) -> tuple[Tensor, int]:
         A, ``[d_in, d_in]``, in at least single precision, and the number of rows.
 
     Example:
-        >>> input_mean(nn.Linear(2, 1), 2 * torch.ones(2, 4, 2))
+        >>> input_mean(torch.nn.Linear(2, 1), 2 * torch.ones(2, 4, 2))
         (tensor([[4., 4.], [4., 4.]]), 8)
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if isinstance(layer, nn.Linear):
+    if has_rows_last(layer):
         rows = x.reshape(-1, x.shape[-1])
         out = rows.new_empty(rows.shape[1], rows.shape[1])
         add_gram_(out, rows, alpha=1 / len(rows), beta=0.0)
@@ -159,10 +159,10 @@ def gradient_rows(layer: KFACLayer, g: Tensor) -> Tensor:
         Rows ``[n * positions, d_out]``.
 
     Example:
-        >>> gradient_rows(nn.Conv1d(1, 2, 1), torch.ones(3, 2, 5)).shape
+        >>> gradient_rows(torch.nn.Conv1d(1, 2, 1), torch.ones(3, 2, 5)).shape
         torch.Size([15, 2])
     """
-    if isinstance(layer, nn.Linear):
+    if has_rows_last(layer):
         return g.reshape(-1, g.shape[-1])
     return g.transpose(0, 1).reshape(g.shape[1], -1).T
 
@@ -175,7 +175,7 @@ class InputGram:
         name: What the weight is called in errors.
 
     Example:
-        >>> gram, layer = InputGram("backpack"), nn.Linear(1, 1)
+        >>> gram, layer = InputGram("backpack"), torch.nn.Linear(1, 1)
         >>> gram.add(layer, torch.ones(2, 4, 1))
         >>> gram.result(n=2)
         tensor([[4.]])
@@ -234,7 +234,7 @@ class OutputGram:
         name: What the layer is called in errors.
 
     Example:
-        >>> gram = OutputGram(nn.Linear(1, 1), torch.empty(0), "reduce")
+        >>> gram = OutputGram(torch.nn.Linear(1, 1), torch.empty(0), "reduce")
         >>> gram.add([torch.ones(2, 5, 1)], n=2)
         >>> gram.result()
         tensor([[50.]])
@@ -249,7 +249,7 @@ class OutputGram:
     ) -> None:
         self.layer, self.approx, self.name = layer, approx, name
         self.dtype = torch.promote_types(like.dtype, torch.float32)
-        self._sum = self.empty(like, layer.weight.shape[0])
+        self._sum = self.empty(like, n_out(layer))
 
     def empty(self, like: Tensor, d_out: int) -> Tensor:
         """The sum of no rows."""
@@ -269,7 +269,7 @@ class OutputGram:
         for g in gradients:
             check_datum(len(g), n, self.name)
             g = g.to(self.dtype)
-            linear = isinstance(self.layer, nn.Linear)
+            linear = has_rows_last(self.layer)
             g = g if linear else g.movedim(1, -1)  # [n, ..., d_out]
             rows.append(g.flatten(1, -2).sum(1) if g.ndim > 2 else g)
         if rows:
@@ -283,7 +283,7 @@ class OutputGram:
 def _input_sum(layer: KFACLayer, x: Tensor) -> tuple[Tensor, int]:
     """Sum over positions of a layer's input rows, ``[n, d_in]``, and the number of positions."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if isinstance(layer, nn.Linear):
+    if has_rows_last(layer):
         rows = x.reshape(len(x), -1, x.shape[-1])
         return rows.sum(1), rows.shape[1]
     x, pads = conv_image(layer, x)
@@ -310,8 +310,8 @@ def check_datum(rows: int, n: int, name: str) -> None:
     if rows != n:
         raise ValueError(
             f"Expected '{name}' to see its {n} data along the first dimension, because "
-            "kfac_approx='reduce' and 'backpack' sum the positions of each datum, and effective "
-            f"rows count data; got a first dimension of {rows} (data merged with positions, or "
-            "positions first). Remedy: kfac_approx='expand' without counting rows, or reshape "
-            "inside the model."
+            "kfac_approx='reduce' and 'backpack' and normalisations sum the positions of each "
+            f"datum, and effective rows count data; got a first dimension of {rows} (data merged "
+            "with positions, or positions first). Remedy: kfac_approx='expand' without counting "
+            "rows, a normalisation frozen, or reshape inside the model."
         )

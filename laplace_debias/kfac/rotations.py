@@ -31,7 +31,8 @@ from laplace_debias.kfac.grams import (
     mirror_,
 )
 from laplace_debias.kfac.shifts import saves_work
-from laplace_debias.network.ownership import KFACLayer, OwnedParameter
+from laplace_debias.network.layers import KFACLayer, has_rows_last, is_kfac_layer
+from laplace_debias.network.ownership import OwnedParameter
 from laplace_debias.network.unfold import conv_image, n_positions, unfolded
 
 __all__ = [
@@ -135,7 +136,7 @@ class RotatedInputs(InputGram):
     def mean(self, layer: KFACLayer, a: Tensor) -> tuple[Tensor, int]:
         """Mean over data and positions of ``(Q^T a)^2``, and the number of rows."""
         x = a.to(self.Q.dtype)
-        if isinstance(layer, nn.Linear):
+        if has_rows_last(layer):
             rows = x.reshape(-1, x.shape[-1])
             return self.summed(rows, 1 / len(rows)), len(rows)
         image, pads = conv_image(layer, x)
@@ -237,7 +238,7 @@ def output_grams(
         return found
     for p in owned:
         basis = Q[p.name][0]
-        for layer in p.layers:
+        for layer in (layer for layer in p.layers if is_kfac_layer(layer)):
             kept = found[layer].values()
             same = [g for g in kept if isinstance(g, RotatedOutputs) and g.Q is basis]
             new = same or [RotatedOutputs(basis, layer, approx, names[layer])]

@@ -14,12 +14,12 @@ of equally long, mutually orthogonal rows that would give the same :math:`S` at 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from laplace_debias.kfac.counts import RowCount
 from laplace_debias.kfac.grams import KFACApprox, check_datum
-from laplace_debias.network.ownership import KFACLayer
+from laplace_debias.network.layers import KFACLayer, has_rows_last
 from laplace_debias.network.unfold import conv_image, conv_windows, last_first
 
 __all__ = ["RowCounter", "input_rows", "output_rows"]
@@ -102,11 +102,11 @@ def input_rows(layer: KFACLayer, x: Tensor, approx: KFACApprox) -> Tensor:
         Rows ``[n, r, d_in]``, for ``"reduce"`` sums over positions, in at least single precision.
 
     Example:
-        >>> input_rows(nn.Conv1d(1, 1, 2), torch.arange(3.0).view(1, 1, 3), "expand")
+        >>> input_rows(torch.nn.Conv1d(1, 1, 2), torch.arange(3.0).view(1, 1, 3), "expand")
         tensor([[[0., 1.], [1., 2.]]])
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if isinstance(layer, nn.Linear):
+    if has_rows_last(layer):
         rows = x.reshape(len(x), -1, x.shape[-1])
     else:
         x, pads = conv_image(layer, x)
@@ -128,11 +128,11 @@ def output_rows(layer: KFACLayer, g: Tensor, approx: KFACApprox) -> Tensor:
         Rows ``[n, r, d_out]``, in at least single precision.
 
     Example:
-        >>> output_rows(nn.Linear(3, 1), torch.ones(1, 4, 1), "backpack")
+        >>> output_rows(torch.nn.Linear(3, 1), torch.ones(1, 4, 1), "backpack")
         tensor([[[4.]]])
     """
     g = g.to(torch.promote_types(g.dtype, torch.float32))
-    if not isinstance(layer, nn.Linear):
+    if not has_rows_last(layer):
         g = g.movedim(1, -1)
     rows = g.reshape(len(g), -1, g.shape[-1])
     return rows if approx == "expand" else rows.sum(1, keepdim=True)

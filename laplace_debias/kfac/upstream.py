@@ -23,8 +23,10 @@ from laplace_debias.data.targets import check_targets
 from laplace_debias.kfac.backend import HookGGN, HookInterface
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Block, Factors
+from laplace_debias.network.calling import wants_keywords
+from laplace_debias.network.layers import SUPPORTED_TYPES
 from laplace_debias.network.loss import likelihood_name
-from laplace_debias.network.ownership import KFAC_TYPES, kfac_layers
+from laplace_debias.network.ownership import kfac_layers
 from laplace_debias.network.recorder import Recorder
 from laplace_debias.network.upstream import last_layer_of
 
@@ -41,11 +43,11 @@ def supported_types(backend: type[CurvatureInterface]) -> tuple[type[nn.Module],
         The layer classes.
 
     Example:
-        >>> [t.__name__ for t in supported_types(HookGGN)]
+        >>> [t.__name__ for t in supported_types(HookGGN)][:4]
         ['Linear', 'Conv1d', 'Conv2d', 'Conv3d']
     """
     if issubclass(backend, HookInterface):
-        return KFAC_TYPES
+        return SUPPORTED_TYPES
     common = (nn.Linear, nn.Conv2d)
     return (*common, nn.Conv1d) if issubclass(backend, BackPackGGN) else common
 
@@ -162,6 +164,13 @@ class BackendEngine:
                 f"Expected mini-batches `(X, y)` of tensors with {type(self._backend).__name__}, "
                 "which extends modules that take a tensor, got a mapping. Remedy: leave `backend` "
                 "out, or use an ASDL or curvlinops backend."
+            )
+        if not isinstance(X, (Tensor, MutableMapping)) or (
+            isinstance(X, MutableMapping) and wants_keywords(self.model, X)
+        ):
+            raise ValueError(
+                f"Expected a model of one argument with {type(self._backend).__name__}, got one "
+                "of several positional or keyword arguments. Remedy: leave `backend` out."
             )
         n = len(y)
         recorder = Recorder([self.model, *self._layers.values()], edges=False)

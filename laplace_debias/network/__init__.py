@@ -1,5 +1,12 @@
 """The network as it is: left as found, its parameters' owners, recorded calls, its loss."""
 
+from laplace_debias.network.freezing import (
+    FreezeSummary,
+    check_supported,
+    freeze_unsupported,
+    unsupported_parameters,
+)
+from laplace_debias.network.layers import KFAC_TYPES, KFACLayer
 from laplace_debias.network.loss import (
     FISHERS,
     SAMPLERS,
@@ -13,19 +20,14 @@ from laplace_debias.network.loss import (
     softmax_hessian_root,
 )
 from laplace_debias.network.model_check import ModelCheck, check_model
-from laplace_debias.network.ownership import (
-    KFAC_TYPES,
-    KFACLayer,
-    check_supported,
-    freeze_unsupported,
-    unsupported_parameters,
-)
+from laplace_debias.network.parametrized import bake_parametrizations
 from laplace_debias.network.preserve import evaluation_mode, preserved
 from laplace_debias.network.verify import LayerCheck
 
 __all__ = [
     "FISHERS",
     "Fisher",
+    "FreezeSummary",
     "KFACLayer",
     "KFAC_TYPES",
     "LayerCheck",
@@ -34,6 +36,7 @@ __all__ = [
     "SAMPLERS",
     "Sampler",
     "backward_vectors",
+    "bake_parametrizations",
     "check_model",
     "check_supported",
     "curvature_scores",

@@ -20,27 +20,26 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.nn import functional as F
 
 from laplace_debias.data.inputs import Inputs
+from laplace_debias.network.calling import call_model
+from laplace_debias.network.layers import at_every_position, is_norm, layer_response
 from laplace_debias.network.ownership import OwnedParameter
 from laplace_debias.network.preserve import devices_of, differentiable
 from laplace_debias.network.products import has_own_forward
 from laplace_debias.network.recorder import LayerCall, Recorder, check_outputs
-from laplace_debias.network.unfold import conv_padding, last_first
 
 __all__ = [
     "RowCheck",
     "agree",
     "check_rows",
     "derivatives",
-    "layer_response",
     "likely_cause",
     "random_steps",
 ]
 
-N_CHECKED = 2
-"""Number of data that are enough: two, to be told apart."""
+N_CHECKED = 3
+"""Number of data that are looked at: two to be told apart, and one to see what three do."""
 _SEED = 2410_14325
 
 
@@ -53,6 +52,7 @@ class RowCheck:
         unreached: Parameters whose layers were not called.
         detached: Parameters whose layers ran without gradients.
         unexplained: Parameters whose influence the rows do not explain.
+        mixed: Scales and shifts whose layers do not see the data along their first dimension.
         n_outputs: Number of outputs.
     """
 
@@ -60,6 +60,7 @@ class RowCheck:
     unreached: tuple[str, ...]
     detached: tuple[str, ...]
     unexplained: tuple[str, ...]
+    mixed: tuple[str, ...]
     n_outputs: int
 
 
@@ -110,7 +111,10 @@ def agree(one: Tensor, two: Tensor, scale: Tensor | None = None) -> bool:
 
 
 def derivatives(
-    f: Tensor, places: Sequence[Tensor | GradientEdge], v: Tensor
+    f: Tensor,
+    places: Sequence[Tensor | GradientEdge],
+    v: Tensor,
+    retain_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of ``<v, f>``, parameters included, with an error that says what to do.
 
@@ -118,6 +122,7 @@ def derivatives(
         f: Outputs, attached to their graph.
         places: Parameters and edges of the graph.
         v: Backward vectors, in the shape of ``f``.
+        retain_graph: Whether the graph serves further derivatives.
 
     Returns:
         One gradient per place, ``None`` where the outputs do not depend on it.
@@ -132,7 +137,7 @@ def derivatives(
     """
     try:
         found: tuple[Tensor | None, ...] = torch.autograd.grad(
-            f, cast(Any, places), v, allow_unused=True
+            f, cast(Any, places), v, retain_graph=retain_graph, allow_unused=True
         )
         return found
     except RuntimeError as error:
@@ -140,34 +145,6 @@ def derivatives(
             f"Expected a model that autograd can differentiate, got: {error} Remedy: replace "
             "operations that change a layer's input in place."
         ) from error
-
-
-def layer_response(geometry: nn.Module, a: Tensor, dW: Tensor) -> Tensor:
-    r"""How a layer's output rows answer to a step of its weight, :math:`\delta W a_t`.
-
-    Args:
-        geometry: ``Linear``, ``Conv1d``, ``Conv2d`` or ``Conv3d``: kernel, stride, padding.
-        a: The layer's input.
-        dW: The step, in the weight's shape.
-
-    Returns:
-        In the shape of the layer's output.
-
-    Example:
-        >>> layer_response(nn.Linear(2, 1), torch.ones(3, 2), torch.tensor([[1.0, 2.0]])).T
-        tensor([[3., 3., 3.]])
-    """
-    if isinstance(geometry, nn.Linear):
-        return F.linear(a, dW)
-    if not isinstance(geometry, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        raise TypeError(
-            f"Expected a Linear or Conv layer, got {type(geometry).__name__}. Remedy: record "
-            "layers of these types only."
-        )
-    mode = "constant" if geometry.padding_mode == "zeros" else geometry.padding_mode
-    image = F.pad(a, last_first(conv_padding(geometry)), mode=mode)
-    conv = (F.conv1d, F.conv2d, F.conv3d)[dW.ndim - 3]
-    return conv(image, dW, None, geometry.stride, 0, geometry.dilation, geometry.groups)
 
 
 def check_rows(model: nn.Module, x: Inputs, owned: Sequence[OwnedParameter]) -> RowCheck:
@@ -201,9 +178,11 @@ def check_rows(model: nn.Module, x: Inputs, owned: Sequence[OwnedParameter]) -> 
         said: dict[int, Tensor | None] = {}
         for i in by_layer[layer]:
             try:  # a layer that changes the shape of its input is one to name, not to fall over
-                said[i] = (
-                    steps[i] if owned[i].role == "bias" else layer_response(geometry, a, steps[i])
-                )
+                if owned[i].role == "weight":
+                    said[i] = layer_response(geometry, a, steps[i])
+                else:
+                    shift = owned[i].scales
+                    said[i] = at_every_position(layer, steps[i], a) if shift else steps[i]
             except RuntimeError:
                 said[i] = None
         moved[layer].append(said)
@@ -211,12 +190,14 @@ def check_rows(model: nn.Module, x: Inputs, owned: Sequence[OwnedParameter]) -> 
     recorder = Recorder(by_layer, on_input=on_input)
     with differentiable(model, params), torch.random.fork_rng(devices_of(params)):
         with recorder.recording():
-            f = check_outputs(model(x))
+            f = check_outputs(call_model(model, x))
         calls = [call for layer in by_layer for call in recorder.calls[layer] if call.edge]
         edges = [call.edge for call in calls if call.edge is not None]
         (v,) = random_steps([f])
         grads: Sequence[Tensor | None] = [None] * (len(edges) + len(params))
+        mixed: set[nn.Module] = set()
         if f.requires_grad:
+            mixed = _mixed_layers(f, v, [call for call in calls if is_norm(call.module)])
             grads = derivatives(f, [*edges, *params], v)
     g_of = {id(call): g for call, g in zip(calls, grads, strict=False)}
     unreached, detached, unexplained = [], [], []
@@ -231,12 +212,36 @@ def check_rows(model: nn.Module, x: Inputs, owned: Sequence[OwnedParameter]) -> 
             steps[i],
             grad,
             [(g_of[id(call)], moved[call.module][n][i]) for call, n in own],
-            conv=not isinstance(p.layers[0], nn.Linear),
+            conv=isinstance(p.layers[0], nn.Conv1d | nn.Conv2d | nn.Conv3d),
         ):
             unexplained.append(p.name)
     return RowCheck(
-        recorder.calls, tuple(unreached), tuple(detached), tuple(unexplained), f.shape[1]
+        recorder.calls,
+        tuple(unreached),
+        tuple(detached),
+        tuple(unexplained),
+        tuple(p.name for p in owned if mixed & set(p.layers)),
+        f.shape[1],
     )
+
+
+def _mixed_layers(f: Tensor, v: Tensor, calls: Sequence[LayerCall]) -> set[nn.Module]:
+    """Layers whose first rows are not all that the first datum depends on."""
+    edges = [call.edge for call in calls if call.edge is not None]
+    if not edges:
+        return set()
+    first = torch.zeros_like(v)
+    first[0] = v[0]
+    grads = derivatives(f, edges, first, retain_graph=True)
+    found = set()
+    for call, g in zip(calls, grads, strict=True):
+        if g is None or (len(f) == 1 and len(g) == 1):
+            continue
+        own = torch.zeros_like(g)
+        own[0] = g[0]
+        if len(g) != len(f) or not agree(own, g):
+            found.add(call.module)
+    return found
 
 
 def _explained(
@@ -250,7 +255,7 @@ def _explained(
     for g, response in rows:
         if g is None:
             continue
-        if response is None or (step.ndim > 1 and response.shape != g.shape):
+        if response is None or (response.ndim > 1 and response.shape != g.shape):
             return False
         if step.ndim == 1 and conv:
             response = response.reshape(-1, *[1] * (g.ndim - 2))

@@ -11,18 +11,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs, widen
-from laplace_debias.network.preserve import preserved
-from laplace_debias.network.recorder import Recorder
+from laplace_debias.data.inputs import Inputs, Keys, take, widen
+from laplace_debias.network.calling import call_model, pick_tensor
+from laplace_debias.network.preserve import devices_of, evaluation_mode, preserved
+from laplace_debias.network.recorder import Recorder, check_outputs
 from laplace_debias.network.upstream import feature_extractor, last_layer_name, last_layer_of
 
-__all__ = ["LastLayerNetwork", "computing_model", "detached_features", "outputs_and_features"]
+__all__ = [
+    "LastLayerNetwork",
+    "computing_model",
+    "detached_features",
+    "first_output",
+    "outputs_and_features",
+]
 
 LEFTOVERS = {"fisher", "_backpack_extend"}
 """Attributes that ASDL and BackPACK leave on modules, and for which they refuse each other's."""
@@ -83,10 +90,46 @@ class LastLayerNetwork(FeatureExtractor):
         for key in set(hooks) - before:
             del hooks[key]
 
+    def find_last_layer(self, x: Inputs) -> Tensor:
+        """Take the ``nn.Linear`` that a forward pass reaches last for the last layer.
+
+        Args:
+            x: Inputs of some data.
+
+        Returns:
+            The network's outputs.
+
+        Raises:
+            ValueError: If another kind of layer is the last, or no layer is called.
+        """
+        names = {
+            m: name for name, m in self.model.named_modules() if name and not list(m.children())
+        }
+        order: dict[nn.Module, None] = {}  # by first calls
+        handles = [m.register_forward_hook(lambda m, *_: order.setdefault(m)) for m in names]
+        try:
+            outputs = call_model(self.model, x)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not order:
+            raise ValueError(
+                f"Expected a network of several layers, got {type(self.model).__name__} without "
+                "a layer inside it. Remedy: subset_of_weights='all'."
+            )
+        self.set_last_layer(names[list(order)[-1]])
+        return outputs
+
     def forget_last_layer(self) -> None:
         """Become a network whose last layer is not known yet."""
         self.last_layer = None
         del self._last_layer_name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Outputs of the network, which takes its arguments as if there were no extractor."""
+        if self.last_layer is None:
+            return self.find_last_layer(args[0] if args else kwargs)
+        return pick_tensor(self.model(*args, **kwargs))
 
     def forward_with_features(self, x: Inputs, **model_kwargs: Any) -> tuple[Tensor, Tensor]:
         """See :func:`outputs_and_features`."""
@@ -116,13 +159,13 @@ def outputs_and_features(
         tensor([[0., 0., 0.]])
     """
     if extractor.last_layer is None:
-        extractor.find_last_layer(x)
+        extractor.find_last_layer(cast(Any, x))  # one of laplace-torch's takes fewer forms
     layer = last_layer_of(extractor)
     recorder = Recorder(
         [layer], keep_inputs=True, keep_graph=bool(extractor.enable_backprop), edges=False
     )
     with recorder.recording():
-        outputs = extractor.model(x, **model_kwargs)
+        outputs = call_model(extractor.model, x, **model_kwargs)
     if not recorder.calls[layer]:
         raise ValueError(
             f"Expected the forward pass to call the last layer '{last_layer_name(extractor)}', got "
@@ -202,3 +245,23 @@ def _float32_copy(model: nn.Module, last_layer: bool) -> nn.Module:
         enable_backprop=extractor.enable_backprop,
         feature_reduction=extractor.feature_reduction,
     )
+
+
+def first_output(model: nn.Module, x: Inputs, key: Keys = "input_ids") -> Tensor:
+    """What a network makes of the first datum by itself.
+
+    Args:
+        model: The network.
+        x: Inputs of a mini-batch.
+        key: Which entries of a mapping run over the data.
+
+    Returns:
+        Outputs ``[1, C]``.
+
+    Example:
+        >>> first_output(nn.Identity(), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([[1., 2.]])
+    """
+    devices = devices_of(list(model.parameters()))
+    with evaluation_mode(model), torch.no_grad(), torch.random.fork_rng(devices):
+        return check_outputs(call_model(model, take(x, slice(0, 1), key)))

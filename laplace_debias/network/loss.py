@@ -1,7 +1,8 @@
 """The loss as a function of the network's outputs: its sum, its Hessian, and roots of the Hessian.
 
 Classification is the softmax cross-entropy, with the Hessian ``diag(p) - p p^T`` per datum (also
-for soft labels); regression is half the squared error, with the Hessian ``I``.
+for soft labels); regression is half the squared error, with the Hessian ``I``; Bernoulli is the
+binary cross-entropy of each output (:mod:`laplace_debias.network.bernoulli`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from laplace_debias.network.bernoulli import bernoulli_losses, bernoulli_vectors, label_variances
 
 __all__ = [
     "FISHERS",
@@ -27,7 +30,7 @@ __all__ = [
     "softmax_hessian_root",
 ]
 
-Likelihood = Literal["classification", "regression"]
+Likelihood = Literal["classification", "regression", "bernoulli"]
 """The likelihoods whose curvature this library knows."""
 Fisher = Literal["exact", "mc", "empirical"]
 """Which backward vectors make the output factors, see :func:`backward_vectors`."""
@@ -41,7 +44,8 @@ def likelihood_name(likelihood: Any) -> Likelihood:
     """The likelihood of the training data, from a string or laplace-torch's enum.
 
     Args:
-        likelihood: ``"classification"``, ``"regression"``, ``"reward_modeling"``, or its enum.
+        likelihood: ``"classification"``, ``"regression"``, ``"bernoulli"``,
+            ``"reward_modeling"``, or its enum.
 
     Returns:
         The name. A reward model learns which of two inputs is preferred: a classification.
@@ -58,13 +62,14 @@ def likelihood_name(likelihood: Any) -> Likelihood:
     names: dict[Any, Likelihood] = {
         "classification": "classification",
         "regression": "regression",
+        "bernoulli": "bernoulli",
         "reward_modeling": "classification",
     }
     name = getattr(likelihood, "value", likelihood)
     if name not in names:
         raise ValueError(
-            "Expected likelihood 'classification', 'regression' or 'reward_modeling', got "
-            f"{likelihood!r}. Remedy: use `debias=False` for other likelihoods."
+            "Expected likelihood 'classification', 'regression', 'bernoulli' or 'reward_modeling', "
+            f"got {likelihood!r}. Remedy: use `debias=False` for other likelihoods."
         )
     return names[name]
 
@@ -135,6 +140,8 @@ def sampled_hessian_root(
         raise ValueError(
             f"Expected `sampler` in {SAMPLERS}, got {sampler!r}. Remedy: pass one of them."
         )
+    if likelihood == "bernoulli":
+        return bernoulli_vectors(f, generator, sampler)[:, :, None]
     if likelihood == "regression":
         if sampler == "label":
             return torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)[
@@ -176,6 +183,8 @@ def mean_loss_hessian(outputs: Tensor, likelihood: str) -> Tensor:
     f = outputs.double()
     if likelihood == "regression":
         return torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
+    if likelihood == "bernoulli":
+        return torch.diag(label_variances(f).mean(0))
     p = f.softmax(-1)
     return torch.diag(p.mean(0)) - p.T @ p / len(p)
 
@@ -226,6 +235,8 @@ def backward_vectors(
     elif fisher == "exact":
         if likelihood == "classification":
             root = softmax_hessian_root(wide)
+        elif likelihood == "bernoulli":
+            root = torch.diag_embed(label_variances(wide).sqrt())
         else:
             root = torch.eye(f.shape[1], dtype=wide.dtype, device=f.device).expand(len(f), -1, -1)
     elif y is None:
@@ -233,6 +244,8 @@ def backward_vectors(
     elif likelihood == "classification":
         target = y.to(wide) if y.is_floating_point() else F.one_hot(y.long(), f.shape[1])
         root = (wide.softmax(-1) - target)[:, :, None]
+    elif likelihood == "bernoulli":
+        root = (torch.sigmoid(wide) - y.to(wide))[:, :, None]
     else:
         root = (2**0.5 * (wide - y))[:, :, None]  # laplace-torch: half of (2 r) (2 r)^T
     if weights is not None:
@@ -275,6 +288,8 @@ def loss_sum(f: Tensor, y: Tensor, likelihood: str, weights: Tensor | None = Non
     if likelihood == "classification":
         target = y.to(f) if y.is_floating_point() else y.long()
         losses = F.cross_entropy(f, target, reduction="none")
+    elif likelihood == "bernoulli":
+        losses = bernoulli_losses(f, y)
     else:
         losses = 0.5 * (f - y).square().sum(1)
     return losses.sum() if weights is None else losses @ weights.to(losses)
@@ -300,10 +315,12 @@ def curvature_scores(outputs: Tensor, likelihood: str = "classification") -> Ten
     """
     if likelihood == "regression":
         return torch.ones(len(outputs), dtype=torch.float64, device=outputs.device)
+    if likelihood == "bernoulli":
+        return label_variances(outputs.double()).sum(-1)
     if likelihood != "classification":
         raise ValueError(
-            f"Expected likelihood 'classification' or 'regression', got {likelihood!r}. "
-            "Remedy: pass one of them, or scores of your own for others."
+            "Expected likelihood 'classification', 'regression' or 'bernoulli', got "
+            f"{likelihood!r}. Remedy: pass one of them, or scores of your own for others."
         )
     log_p = outputs.double().log_softmax(-1)
     return -(log_p.exp() * log_p.expm1()).sum(-1)  # sum_c p_c (1 - p_c) without cancellation

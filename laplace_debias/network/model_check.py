@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
+from laplace_debias.network.calling import call_model
 from laplace_debias.network.check import RowCheck
+from laplace_debias.network.freezing import REASONS, unsupported_parameters
 from laplace_debias.network.loss import likelihood_name
-from laplace_debias.network.ownership import owned_parameters, owners, unsupported_parameters
+from laplace_debias.network.ownership import owned_parameters, owners
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder
 from laplace_debias.network.verify import LayerCheck, check_data, check_parameters
@@ -119,7 +121,8 @@ def check_model(
     holders = owners(model, trainable.values())
     for name in refused:
         kind = type(holders[id(trainable[name])][0][0]).__name__
-        note = f'{kind} has no Kronecker factors. Remedy: model.get_parameter("{name}")'
+        why = REASONS.get(kind, f"{kind} has no Kronecker factors")
+        note = f'{why}. Remedy: model.get_parameter("{name}")'
         found[name] = LayerCheck(
             name, kind, trainable[name].numel(), "not supported", f"{note}.requires_grad_(False)"
         )
@@ -144,7 +147,7 @@ def _memory(
     n = size_of(x, key)
     recorder = Recorder((m for m in model.modules() if not list(m.children())), edges=False)
     with evaluation_mode(model), torch.no_grad(), recorder.recording():
-        model(take(x, slice(0, 1), key))
+        call_model(model, take(x, slice(0, 1), key))
     calls = [call for found in recorder.calls.values() for call in found]
     held = sum(call.shape.numel() * call.dtype.itemsize for call in calls)
     sides = [(p.shape[0], p[0].numel() if p.ndim > 1 else 0) for p in params]

@@ -1,32 +1,33 @@
-"""Which layer owns which parameter, which of them K-FAC can represent, how to freeze the others."""
+"""Which layer owns which parameter, and which layers have a known curvature."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from laplace_debias.network.layers import (
+    KFAC_TYPES,
+    NORM_TYPES,
+    KFACLayer,
+    Norm,
+    is_kfac_layer,
+    is_norm,
+    is_transposed,
+)
 from laplace_debias.network.products import has_own_forward
-from laplace_debias.network.unfold import Conv
 
 __all__ = [
-    "KFAC_TYPES",
-    "KFACLayer",
     "OwnedParameter",
-    "check_supported",
-    "freeze_unsupported",
     "is_ordinary",
+    "is_supported_layer",
     "kfac_layers",
     "owned_parameters",
     "owners",
-    "unsupported_parameters",
+    "transposed_parameters",
 ]
-
-KFACLayer = nn.Linear | Conv
-KFAC_TYPES: tuple[type[nn.Module], ...] = get_args(KFACLayer)
-"""Layers whose weight and bias have a Kronecker-factored curvature in the default backend."""
 
 
 class OwnedParameter(NamedTuple):
@@ -40,7 +41,12 @@ class OwnedParameter(NamedTuple):
 
     name: str
     role: str
-    layers: tuple[KFACLayer, ...]
+    layers: tuple[KFACLayer | Norm, ...]
+
+    @property
+    def scales(self) -> bool:
+        """Whether it scales or shifts what a layer has normalised, see :func:`is_norm`."""
+        return is_norm(self.layers[0])
 
 
 def owners(model: nn.Module, params: Iterable[Tensor]) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -102,8 +108,10 @@ def owned_parameters(
     for name, p in chosen:
         roles = {role for _, role in holders[id(p)]}
         modules = [module for module, _ in holders[id(p)]]
-        layers = tuple(module for module in modules if isinstance(module, KFACLayer))
-        if len(roles) > 1 or len(layers) < len(modules):
+        layers = tuple(module for module in modules if is_kfac_layer(module) or is_norm(module))
+        alike = len({is_norm(layer) for layer in layers}) == 1
+        alike &= len({is_transposed(layer) for layer in layers}) == 1
+        if len(roles) > 1 or len(layers) < len(modules) or not alike:
             kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
             unsupported.append((name, kinds))
         owned.append(OwnedParameter(name, roles.pop(), layers))
@@ -113,15 +121,37 @@ def owned_parameters(
             f'model.get_parameter("{name}").requires_grad_(False)' for name, _ in unsupported
         )
         raise ValueError(
-            "Expected every parameter that requires a gradient to belong to a Linear, Conv1d, "
-            f"Conv2d or Conv3d layer, got {found}. Remedy: freeze what K-FAC cannot represent: "
-            f"{remedy}"
+            "Expected every parameter that requires a gradient to belong to a linear layer, a "
+            f"convolution or a normalisation, got {found}. Remedy: freeze what K-FAC cannot "
+            f"represent: {remedy}"
         )
     return owned
 
 
+def transposed_parameters(model: nn.Module, params: Iterable[Tensor]) -> list[bool]:
+    """Which parameters are weights ``[d_in, d_out]``, as those of transformers' ``Conv1D`` are.
+
+    Args:
+        model: The network.
+        params: The parameters.
+
+    Returns:
+        One answer per parameter.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> transposed_parameters(net, net.parameters())
+        [False, False]
+    """
+    params = list(params)
+    found = owners(model, params)
+    return [p.ndim > 1 and any(is_transposed(m) for m, _ in found.get(id(p), [])) for p in params]
+
+
 def is_ordinary(module: nn.Module) -> bool:
-    """Whether a module computes what ``nn.Linear`` or ``nn.Conv2d`` does, and no more.
+    """Whether a module computes what its class is known for, and no more.
+
+    That is ``nn.Linear``, ``nn.Conv2d``, a normalisation or the ``Conv1D`` of transformers.
 
     Args:
         module: Any module.
@@ -133,7 +163,10 @@ def is_ordinary(module: nn.Module) -> bool:
         >>> is_ordinary(nn.Linear(2, 1)), is_ordinary(nn.Tanh())
         (True, False)
     """
-    return isinstance(module, nn.Linear | nn.Conv2d) and not has_own_forward(module)
+    if is_transposed(module):
+        return "forward" not in vars(module)
+    known = isinstance(module, nn.Linear | nn.Conv2d) and not has_own_forward(module)
+    return known or is_norm(module)
 
 
 def kfac_layers(
@@ -156,122 +189,27 @@ def kfac_layers(
     return {
         name: module
         for name, module in model.named_modules()
-        if _is_kfac_layer(module, types)
+        if is_supported_layer(module, types)
         and any(p.requires_grad for p in module.parameters(recurse=False))
     }
 
 
-def unsupported_parameters(
-    model: nn.Module, types: tuple[type[nn.Module], ...] = KFAC_TYPES
-) -> list[str]:
-    """Names of trainable parameters that K-FAC cannot represent.
-
-    That is every trainable parameter which is not the weight or bias of a layer in ``types``
-    (normalisation, embedding, attention projections, free parameters, re-parametrised weights),
-    or which several layers share.
+def is_supported_layer(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
+    """Whether the curvature of a module's own parameters is known.
 
     Args:
-        model: The network.
-        types: Layer classes that K-FAC can represent.
+        module: Any module.
+        types: Layer classes that a backend can represent.
 
     Returns:
-        Parameter names in the order of ``model.named_parameters()``.
+        False for the output projection of ``nn.MultiheadAttention`` as well, which no hook sees.
 
     Example:
-        >>> net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-        >>> unsupported_parameters(net)
-        ['1.weight', '1.bias']
+        >>> is_supported_layer(nn.Linear(2, 1), KFAC_TYPES)
+        True
     """
-    owners: dict[nn.Parameter, int] = {}
-    supported: set[nn.Parameter] = set()
-    for module in model.modules():
-        own = dict(module.named_parameters(recurse=False))
-        for p in own.values():
-            owners[p] = owners.get(p, 0) + 1
-        if _is_kfac_layer(module, types):
-            supported.update(p for name, p in own.items() if name in ("weight", "bias"))
-    return [
-        name
-        for name, p in model.named_parameters()
-        if p.requires_grad and (p not in supported or owners[p] > 1)
-    ]
-
-
-def freeze_unsupported(
-    model: nn.Module, types: tuple[type[nn.Module], ...] = KFAC_TYPES
-) -> list[str]:
-    """Freeze every trainable parameter that K-FAC cannot represent.
-
-    The frozen parameters keep their trained value; the Laplace approximation treats them as
-    certain.
-
-    Args:
-        model: The network; ``requires_grad`` of the parameters concerned becomes ``False``.
-        types: Layer classes that K-FAC can represent.
-
-    Returns:
-        Names of the layers concerned (of the parameter itself, where it belongs to the model
-        directly).
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-        >>> freeze_unsupported(net)
-        ['1']
-        >>> freeze_unsupported(net)
-        []
-    """
-    names = unsupported_parameters(model, types)
-    for name in names:
-        model.get_parameter(name).requires_grad_(False)
-    return _owners_of(names)
-
-
-def check_supported(model: nn.Module, types: tuple[type[nn.Module], ...] = KFAC_TYPES) -> None:
-    """Raise unless every trainable parameter has a Kronecker-factored curvature.
-
-    Args:
-        model: The network.
-        types: Layer classes that K-FAC can represent.
-
-    Raises:
-        ValueError: If there is no trainable layer of these types, or if a trainable parameter
-            belongs to something else; the message lists the layers and how to freeze them.
-
-    Example:
-        >>> check_supported(nn.Linear(2, 1))
-    """
-    *most, last = sorted(t.__name__ for t in types)
-    known = f"{', '.join(most)} or {last}" if most else last
-    layers = kfac_layers(model, types)
-    if not layers:
-        got = sorted({type(m).__name__ for m in model.modules() if not list(m.children())})
-        raise ValueError(
-            f"Expected a model with at least one trainable {known} layer, got none among its "
-            f"layers ({', '.join(got)}). Remedy: unfreeze such a layer with "
-            "`layer.requires_grad_(True)`, or use another Hessian structure (`debias=False`, "
-            "`hessian_structure='diag'`)."
-        )
-    names = unsupported_parameters(model, types)
-    if names:
-        listed = []
-        for owner in _owners_of(names):
-            kind = type(dict(model.named_modules()).get(owner, nn.Parameter())).__name__
-            shared = " with a shared weight" if owner in layers else ""
-            listed.append(f"'{owner}' ({kind}{shared})")
-        raise ValueError(
-            f"Expected trainable parameters in {known} layers only, because K-FAC represents no "
-            f"other; got trainable parameters in {', '.join(listed)}. Remedy: freeze them with "
-            "`laplace_debias.freeze_unsupported(model)`; they keep their trained value and are "
-            "treated as certain. A parametrised weight becomes an ordinary one by "
-            "`torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')`."
-        )
-
-
-def _is_kfac_layer(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
-    """Whether hooks see this layer's inputs; attention uses its output projection unseen."""
+    if isinstance(module, NORM_TYPES):
+        return isinstance(module, types) and is_norm(module)
+    if is_transposed(module):
+        return nn.LayerNorm in types  # this package's own engine
     return isinstance(module, types) and not isinstance(module, NonDynamicallyQuantizableLinear)
-
-
-def _owners_of(parameter_names: list[str]) -> list[str]:
-    """Module names behind parameter names, each once, in order."""
-    return list(dict.fromkeys(name.rpartition(".")[0] or name for name in parameter_names))

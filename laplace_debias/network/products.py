@@ -18,11 +18,12 @@ _PRODUCTS = {F.linear: _CONV_ARGUMENTS[:3]} | dict.fromkeys(
 )
 
 
-def has_own_forward(module: nn.Module) -> bool:
+def has_own_forward(module: nn.Module, types: tuple[type[nn.Module], ...] = LAYERS) -> bool:
     """Whether a module may compute something else than its torch class does.
 
     Args:
         module: Any module.
+        types: The classes of torch that are looked for.
 
     Returns:
         True for subclasses and instances with a ``forward`` of their own.
@@ -32,7 +33,7 @@ def has_own_forward(module: nn.Module) -> bool:
         (False, True)
     """
     cls = type(module)
-    base = next((t for t in LAYERS if isinstance(module, t)), None)
+    base = next((t for t in types if isinstance(module, t)), None)
     names = ("forward", "_conv_forward")
     return (
         base is None

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from laplace_debias.network.layers import has_rows_last
 from laplace_debias.network.products import Products, has_products
 
 __all__ = ["LayerCall", "Recorder", "check_outputs", "count_uses"]
@@ -67,8 +68,10 @@ class LayerCall:
 
     @property
     def d_out(self) -> int:
-        """Number of outputs (channels) of a linear layer or convolution at each position."""
-        return self.shape[-1] if isinstance(self.module, nn.Linear) else self.shape[1]
+        """Number of outputs (channels) of a layer at each position."""
+        if isinstance(self.module, nn.LayerNorm | nn.RMSNorm):
+            return self.module.get_parameter("weight").numel()
+        return self.shape[-1] if has_rows_last(self.module) else self.shape[1]
 
     @property
     def kept_input(self) -> Tensor:

@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from laplace.baselaplace import BaseLaplace, KronLaplace
 from laplace.curvature import CurvatureInterface
-from laplace.lllaplace import LLLaplace
 from laplace.utils import FeatureExtractor, Kron, KronDecomposed
 from torch import Tensor, nn
 
@@ -27,12 +26,12 @@ __all__ = [
     "device_of",
     "dtype_of",
     "feature_extractor",
-    "find_last_layer",
     "hessian_factor",
     "is_last_layer",
     "kron_of",
     "last_layer_of",
     "last_layer_name",
+    "noise_of",
     "posterior_params",
     "row_keys",
     "unchecked_prior",
@@ -167,16 +166,6 @@ def kron_of(blocks: Sequence[Sequence[Tensor]]) -> Kron:
     return Kron(cast("list[tuple[Tensor] | Tensor]", [list(block) for block in blocks]))
 
 
-def find_last_layer(la: LLLaplace, batch: Any) -> None:
-    """Let laplace-torch look for the last layer in one forward pass of a mini-batch.
-
-    Args:
-        la: A last-layer approximation that does not know its last layer yet.
-        batch: A mini-batch ``(X, y)`` or a mapping.
-    """
-    la._find_last_layer(batch)
-
-
 def posterior_params(la: KronLaplace) -> list[Tensor]:
     """The parameter tensors of the blocks of a posterior, in its order.
 
@@ -198,6 +187,24 @@ def posterior_params(la: KronLaplace) -> list[Tensor]:
     if not isinstance(la.H, KronDecomposed) or len(params) == len(la.H):
         return params
     return [p for p in params if p.requires_grad]
+
+
+def noise_of(la: BaseLaplace) -> Tensor:
+    """Standard deviation of the observation noise.
+
+    Args:
+        la: A Laplace approximation, ours or laplace-torch's.
+
+    Returns:
+        One number, or one per output.
+
+    Example:
+        >>> from laplace import Laplace
+        >>> noise_of(Laplace(nn.Linear(2, 1), "regression", sigma_noise=0.5))
+        tensor(0.5000)
+    """
+    noise: Tensor = getattr(la, "observation_noise", la.sigma_noise)
+    return noise
 
 
 def row_keys(la: BaseLaplace) -> Keys:

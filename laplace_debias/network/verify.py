@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs, Keys, rows_of, size_of, take
+from laplace_debias.data.inputs import Inputs, Keys, rows_of, size_of, take, tensors_of
+from laplace_debias.network.calling import call_model
 from laplace_debias.network.check import N_CHECKED, RowCheck, agree, check_rows, likely_cause
 from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.ownership import OwnedParameter, owned_parameters
 from laplace_debias.network.preserve import devices_of, differentiable, evaluation_mode
 from laplace_debias.network.products import has_own_forward
 from laplace_debias.network.recorder import check_outputs
+from laplace_debias.network.remembered import question_of, recall, remember
 from laplace_debias.network.upstream import feature_extractor, last_layer_name, last_layer_of
 
 __all__ = [
@@ -84,10 +86,8 @@ def check_parameters(
         few, rows = n, check_rows(model, x, owned)
     found = []
     for p in owned:
-        layer = p.layers[0]
-        status, note = _status(p, rows, few)
-        size = layer.get_parameter(p.role).numel()
-        found.append(LayerCheck(p.name, type(layer).__name__, size, status, note))
+        kind, size = type(p.layers[0]).__name__, p.layers[0].get_parameter(p.role).numel()
+        found.append(LayerCheck(p.name, kind, size, *_status(p, rows, few)))
     return found, rows
 
 
@@ -100,11 +100,15 @@ def _status(p: OwnedParameter, rows: RowCheck, n: int) -> tuple[Status, str]:
             f"a larger mini-batch, or freeze it, {freeze}"
         )
     if p.name in rows.detached:
-        return "not supported", (
-            f"its layer runs without gradients. Remedy: no `no_grad` around it, or {freeze}"
-        )
+        why = "its layer runs without gradients. Remedy: no `no_grad` around it, or "
+        return "not supported", why + freeze
     if p.name in rows.unexplained:
         return "not supported", likely_cause(p.layers[0], len(p.layers) > 1)
+    if p.name in rows.mixed:
+        why = "its layer does not see the data along its first dimension. Remedy: "
+        return "not supported", f"{why}`batch_first=True`, or freeze it, {freeze}"
+    if p.scales:
+        return "exact", ""
     calls = [call for layer in p.layers for call in rows.calls[layer]]
     positions = sum(call.shape.numel() // call.d_out for call in calls) / n
     notes = []
@@ -122,33 +126,36 @@ def check_order(
 
     Args:
         model: The network.
-        x: Inputs of a mini-batch; its first few data are looked at.
-        key: Which entries of a mapping run over the data, see
-            :func:`laplace_debias.data.inputs.take`.
+        x: Inputs of a mini-batch.
+        key: Which entries of a mapping run over the data.
         whole: Whether to pass the whole mini-batch as well.
 
     Returns:
         What is wrong, or ``None``.
 
     Example:
-        >>> check_order(nn.Linear(2, 1), torch.randn(3, 2)) is None
-        True
         >>> print(check_order(nn.Softmax(dim=0), torch.randn(3, 2)))
         an output depends on which data pass together
     """
-    n = min(size_of(x, key), N_CHECKED)
+    n = min(total := size_of(x, key), N_CHECKED)
     devices = devices_of(list(model.parameters()))
     with differentiable(model, []), torch.no_grad(), torch.random.fork_rng(devices):
         few = take(x, slice(0, n), key)
-        f = check_outputs(model(few))
-        if whole and not agree(check_outputs(model(x))[:n], f):
+        f = check_outputs(call_model(model, few))
+        if whole and not agree(check_outputs(call_model(model, x))[:n], f):
             return "the outputs of some data differ from those of the whole mini-batch"
         if n == 1:
             return None
-        if not agree(check_outputs(model(take(few, torch.arange(n).flip(0), key))).flip(0), f):
+        order, k = torch.arange(n).roll(1), n - (total > n)  # no datum stays in its place
+        other = torch.cat([order[:k], torch.tensor([total - 1])])[:n]  # one gives way to another
+
+        def outputs(inputs: Inputs) -> Tensor:
+            return check_outputs(call_model(model, inputs))
+
+        fine = agree(outputs(take(x, other, key))[:k], f[order[:k]])
+        if not fine and not agree(outputs(take(few, order, key)), f[order]):
             return "outputs do not follow the order of the data"
-        alone = [check_outputs(model(take(few, slice(i, i + 1), key))) for i in range(n)]
-        if not agree(torch.cat(alone), f):
+        if not fine or not agree(outputs(take(few, slice(0, 1), key)), f[:1]):
             return "an output depends on which data pass together"
     return None
 
@@ -173,6 +180,7 @@ def check_data(
     """
     names = rows_of(x, key) if isinstance(x, MutableMapping) else []
     guessed = isinstance(key, str) and len(set(names) - {targets}) > 1
+    guessed |= isinstance(x, (tuple, list)) and len(tensors_of(x)) > 1
     cause = (
         "the model reorders or mixes its mini-batch, or draws random numbers. Remedy: give the "
         "outputs back in the order of the inputs, and normalise with statistics of the training"
@@ -220,7 +228,8 @@ def verify_layers(
     """
     owned = owned_parameters(model)
     found, rows = check_parameters(model, x, owned, key)
-    wrong = [f"{c.name} ({c.kind}): {c.note}" for c in found if c.name in rows.unexplained]
+    refused = {*rows.unexplained, *rows.mixed}
+    wrong = [f"{c.name} ({c.kind}): {c.note}" for c in found if c.name in refused]
     wrong += [
         f"{p.name} ({type(p.layers[0]).__name__}): its layer has a `forward` of its own, which "
         "this backend does not look into. Remedy: leave `backend` out"
@@ -257,17 +266,20 @@ def verify_last_layer(
         >>> verify_last_layer(net, torch.randn(3, 2))
     """
     verify_data(model, x, key, targets)
+    question = question_of("end", x, key, targets)
+    if recall(model, question, x):
+        return
     few = take(x, slice(0, min(size_of(x, key), N_CHECKED)), key)
     with evaluation_mode(model), torch.no_grad():
         f, phi = outputs_and_features(feature_extractor(model), few)
-        end = last_layer_of(model)(phi)
-    if not agree(end.reshape(-1), f.reshape(-1)):
+    if not agree(last_layer_of(model)(phi).detach().reshape(-1), f.reshape(-1)):
         raise ValueError(
             f"Expected the model to end in its last layer '{last_layer_name(model)}', got outputs "
             "that differ from that layer's (a temperature, a scaling, a function after it). "
             "Remedy: end the model there, or use subset_of_weights='all' with the other layers "
             f"frozen. {_OFF}"
         )
+    remember(model, question, x, True)
 
 
 def verify_data(model: nn.Module, x: Inputs, key: Keys, targets: str = "labels") -> None:
@@ -285,9 +297,13 @@ def verify_data(model: nn.Module, x: Inputs, key: Keys, targets: str = "labels")
     Example:
         >>> verify_data(nn.Linear(2, 1), torch.randn(3, 2), "x")
     """
+    question = question_of("data", x, key, targets)
+    if recall(model, question, x):
+        return
     wrong = check_data(model, x, key, targets)
     if wrong is not None:
         raise ValueError(
             f"Expected one row of outputs for each datum, whatever passes with it, got: {wrong}. "
             f"Remedy: let the model treat each datum by itself. {_OFF}"
         )
+    remember(model, question, x, True)

@@ -2,14 +2,12 @@
 
 from laplace_debias.plots.evaluation import plot_comparison, plot_reliability, plot_runtimes
 from laplace_debias.plots.quadratics import (
-    plot_batch_sizes,
     plot_cg_runs,
     plot_directional_bias,
     plot_overlaps,
     plot_planes,
-    plot_report,
-    plot_series,
 )
+from laplace_debias.plots.series import plot_batch_sizes, plot_report, plot_series
 
 __all__ = [
     "plot_batch_sizes",

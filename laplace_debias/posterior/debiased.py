@@ -7,8 +7,8 @@ laplace-torch.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +22,7 @@ from laplace.utils.enums import Likelihood, TuningMethod
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
-from laplace_debias.data.reading import read
+from laplace_debias.data.reading import on_device, read
 from laplace_debias.data.roles import TrainingData, training_size
 from laplace_debias.debias.bias import CurvatureBias, curvature_bias
 from laplace_debias.debias.crossfit import fit_crossfit
@@ -36,10 +36,16 @@ from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
 from laplace_debias.kfac.upstream import BackendEngine, choose_backend, supported_types
-from laplace_debias.network.features import computing_model, detached_features
+from laplace_debias.network.calling import OutputPicker
+from laplace_debias.network.features import computing_model, detached_features, first_output
+from laplace_debias.network.freezing import check_supported
+from laplace_debias.network.layers import SUPPORTED_TYPES
 from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
-from laplace_debias.network.ownership import KFAC_TYPES, check_supported
+from laplace_debias.network.objective import Objective, objective_of
+from laplace_debias.network.ownership import transposed_parameters
 from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.remembered import forget
+from laplace_debias.network.selection import Parameters, select_parameters, selected
 from laplace_debias.network.upstream import (
     PrivateProtocol,
     backend_of,
@@ -58,7 +64,11 @@ from laplace_debias.posterior.resuming import check_resumable, fit_checkpoint
 from laplace_debias.posterior.several import agreed_seed, check_same_model, cost_of_all
 from laplace_debias.posterior.state import check_parameters, load_state, save_state
 from laplace_debias.predictive.eigenblocks import check_prior_precision
-from laplace_debias.predictive.links import check_n_samples, mean_log_probabilities
+from laplace_debias.predictive.links import (
+    check_n_samples,
+    mean_label_log_probabilities,
+    mean_log_probabilities,
+)
 from laplace_debias.predictive.network_samples import network_samples
 from laplace_debias.predictive.predictions import Prediction, glm_predictions
 from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
@@ -89,6 +99,13 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         memory_budget: Bytes that a prediction should stay within.
         verify: Whether fits and predictors check on a few data that the model is one they can
             represent, see :func:`laplace_debias.check_model`.
+        objective: What the training loss differs in from the plain one: ``class_weights``,
+            ``label_smoothing`` (as those of ``nn.CrossEntropyLoss``), or a vector as
+            ``sigma_noise``, one noise per output: its ratios are fixed, and the attribute
+            ``sigma_noise`` is a common factor of them, 1 at first, that stays tunable.
+        parameters: Which parameters are Bayesian, whether frozen or not, see
+            :func:`laplace_debias.network.selection.select_parameters`; ``requires_grad`` is left
+            as it is.
         data_keys: The entries of inputs that are mappings which have one row per datum; by default
             all tensors with as many rows.
     """
@@ -114,8 +131,13 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         generator: torch.Generator | None = None,
         verify: bool = True,
         data_keys: Iterable[str] | None = None,
+        output: Callable[[Any], Tensor] | None = None,
+        parameters: Parameters = None,
+        class_weights: Any = None,
+        label_smoothing: float = 0.0,
         **kwargs: Any,
     ) -> None:
+        model = model if output is None else OutputPicker(model, output)
         self.debias = debias_mode(debias)
         model = unwrapped(model)
         self.verify = verify
@@ -134,7 +156,32 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                     "Expected the backend HookGGN or HookEF with debias='crossfit', which weights "
                     f"each datum, got {backend.__name__}. Remedy: leave `backend` out."
                 )
-        likelihood_name(likelihood)
+        labels = likelihood_name(likelihood) == "bernoulli"
+        if labels and backend is not None and not issubclass(backend, HookInterface):
+            raise ValueError(
+                "Expected the backend HookGGN or HookEF with likelihood='bernoulli', which no "
+                f"other knows, got {backend.__name__}. Remedy: leave `backend` out."
+            )
+        noise = kwargs.get("sigma_noise", 1.0)
+        per_output = isinstance(noise, Tensor | Sequence) and torch.as_tensor(noise).numel() > 1
+        if per_output:  # the ratios are fixed, a common factor stays tunable
+            noise, kwargs["sigma_noise"] = torch.as_tensor(noise).detach(), 1.0
+        self.objective = objective_of(
+            likelihood_name(likelihood),
+            class_weights,
+            label_smoothing,
+            noise if per_output else None,
+        )
+        if self.objective != Objective() and not issubclass(backend or HookGGN, HookInterface):
+            raise ValueError(
+                "Expected the backend HookGGN or HookEF with class weights, label smoothing or one "
+                "noise per output, got another. Remedy: leave `backend` out."
+            )
+        if self.objective.class_weights is not None and self.debias == CROSSFIT:
+            raise ValueError(
+                "Expected no `class_weights` with debias='crossfit', whose passes over a pool "
+                "know no labels, got some. Remedy: debias=True or 'single'."
+            )
         if kwargs.get("damping"):
             warnings.warn(
                 "`damping=True` has no effect: laplace-torch drops it when it adds the prior.",
@@ -145,14 +192,24 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         self.fisher = self._chosen_fisher(backend, fisher, kwargs["backend_kwargs"])
         # convolutions in the features are no concern of a last layer's factors
         all_layers = not issubclass(type(self), LLLaplace)
-        types = KFAC_TYPES
+        types = SUPPORTED_TYPES
         if backend is not None and not issubclass(backend, HookInterface):
             backend = choose_backend(backend, model if all_layers else nn.Identity())
             types = supported_types(backend)
-        if all_layers:
-            check_supported(model, types)
+        if parameters is not None and not all_layers:
+            raise ValueError(
+                "Expected `parameters` with subset_of_weights='all' only, got them with the last "
+                "layer. Remedy: subset_of_weights='all', with parameters='head' for that layer."
+            )
         kwargs["backend"] = backend or HookGGN
-        super().__init__(model, likelihood, *args, **kwargs)
+        self._chosen = None if parameters is None else select_parameters(model, parameters)
+        with nullcontext() if self._chosen is None else selected(model, self._chosen):
+            if all_layers:
+                check_supported(model, types)
+            # laplace-torch knows no Bernoulli likelihood; nothing of its own depends on the links
+            known = "classification" if labels else likelihood
+            super().__init__(model, known, *args, **kwargs)
+        self.likelihood = likelihood
         check_prior_precision(unchecked_prior(self)[0])  # unchecked while the last layer is unknown
         for name in ("sigma_noise", "temperature"):
             value = float(getattr(self, name))
@@ -302,6 +359,9 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         }
         last = is_last_layer(self)
         with computing_model(self.model, last) as (model, cast):
+            if self._chosen is not None:
+                for name, p in model.named_parameters():
+                    p.requires_grad_(name in self._chosen)  # put back with all else
             engine: FactorEngine
             if not issubclass(backend, HookInterface):
                 engine = BackendEngine(
@@ -322,6 +382,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                     self.sampler,
                     self.generator,
                     embed=partial(detached_features, model) if last else None,
+                    objective=self.objective,
                 )
             check_parameters(engine.names, self.parameter_names)
             yield engine, cast, partial(self._verify, engine, model)
@@ -330,12 +391,27 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         """Check the model that an engine computes with, on a few data."""
         keys = (row_keys(self), self.dict_key_y)
         with engine.cost.stage("verification"):
+            forget(model)
             if is_last_layer(self):
                 verify_last_layer(model, X, *keys)
-            elif isinstance(engine, Engine):
-                engine.reached |= verify_layers(model, X, *keys)
             else:
-                verify_layers(model, X, *keys, inside=False)
+                reached = verify_layers(model, X, *keys, inside=isinstance(engine, Engine))
+            if isinstance(engine, Engine):
+                engine.reached |= set() if is_last_layer(self) else reached
+                engine.first_output = first_output(model, X, keys[0])
+
+    @property
+    def observation_noise(self) -> Tensor:
+        """Standard deviation of the observation noise: one number, or one per output ``[C]``."""
+        ratios = self.objective.output_noise
+        return self.sigma_noise if ratios is None else self.sigma_noise * ratios.to(device_of(self))
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """Log likelihood of the N training data; see laplace-torch."""
+        ratios = self.objective.output_noise
+        total = super().log_likelihood
+        return total if ratios is None else total - self.n_data * ratios.log().sum().to(total)
 
     @property
     def parameter_names(self) -> list[str]:
@@ -359,7 +435,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             ValueError: If its eigenvalues do not fit into the model's dtype.
         """
         dtype = dtype_of(self)
-        H = fitted.decomposed(dtype, self.damping)
+        transposed = transposed_parameters(self.model, posterior_params(self))
+        H = fitted.decomposed(dtype, self.damping, transposed)
         for name, block in zip(self.parameter_names, H.eigenvalues, strict=True):
             if not all(torch.isfinite(values).all() for values in block):
                 raise ValueError(
@@ -485,7 +562,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         """Posterior predictive, as laplace-torch's, in evaluation mode and with its ``generator``.
 
         Args:
-            x: Inputs ``[n, ...]`` or a mapping.
+            x: Inputs ``[n, ...]``, a mapping, or a tuple of positional arguments.
             pred_type: ``"glm"`` (linearised network) or ``"nn"`` (sampled networks).
             joint: Regression: whether to return the covariance across data.
             link_approx: ``"probit"``, ``"mc"``, ``"bridge"`` or ``"bridge_norm"``.
@@ -497,7 +574,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             **model_kwargs: For the network's forward pass with ``pred_type="nn"``.
 
         Returns:
-            Class probabilities ``[n, C]``, or for regression and rewards mean and (co)variance.
+            Class probabilities ``[n, C]`` (with ``likelihood="bernoulli"`` those of yes for each
+            output), or for regression and rewards mean and (co)variance.
 
         Raises:
             AttributeError: Before ``fit``.
@@ -506,7 +584,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         self.check_fitted()
         options = (n_samples, diagonal_output, generator)
         if not self._predicts_values(fitting):
-            return self.log_probabilities(x, pred_type, link_approx, *options, **model_kwargs).exp()
+            log_p = self.log_probabilities(x, pred_type, link_approx, *options, **model_kwargs)
+            return (log_p[..., 1] if self._predicts_labels() else log_p).exp()
         pred_type, link_approx = self._checked_options(pred_type, link_approx, generator)
         if pred_type == "nn":
             samples = self.network_samples(x, n_samples, generator, **model_kwargs)
@@ -515,6 +594,10 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             return self.output_moments(x, joint=True)
         mean, variance = self._glm_prediction(x, link_approx, *options, values=True)
         return mean, variance
+
+    def _predicts_labels(self) -> bool:
+        """Whether every output is a yes-or-no label of its own."""
+        return likelihood_name(self.likelihood) == "bernoulli"
 
     def _predicts_values(self, fitting: bool = False) -> bool:
         """Whether outputs are the predictions: for a regression, and for rewards."""
@@ -537,7 +620,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         a number. Metrics are computed from it.
 
         Args:
-            x: Inputs ``[n, ...]`` or a mapping.
+            x: Inputs ``[n, ...]``, a mapping, or a tuple of positional arguments.
             pred_type: ``"glm"`` (linearised network) or ``"nn"`` (sampled networks).
             link_approx: ``"probit"``, ``"mc"``, ``"bridge"`` or ``"bridge_norm"``.
             n_samples: Number of samples for ``"mc"`` and for ``pred_type="nn"``.
@@ -546,7 +629,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             **model_kwargs: For the network's forward pass with ``pred_type="nn"``.
 
         Returns:
-            Log-probabilities ``[n, C]``.
+            Log-probabilities ``[n, C]``; with ``likelihood="bernoulli"`` of no and yes for each
+            output, ``[n, C, 2]``.
 
         Raises:
             AttributeError: Before ``fit``.
@@ -561,7 +645,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         pred_type, link_approx = self._checked_options(pred_type, link_approx, generator)
         if pred_type == "nn":
             samples = self.network_samples(x, n_samples, generator, **model_kwargs)
-            return mean_log_probabilities(samples)
+            labels = self._predicts_labels()
+            return (mean_label_log_probabilities if labels else mean_log_probabilities)(samples)
         options = (n_samples, diagonal_output, generator)
         return self._glm_prediction(x, link_approx, *options, values=False)[0]
 
@@ -611,6 +696,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             method=self.predictive_method,
             generator=generator,
             diagonal_output=diagonal_output,
+            labels=self._predicts_labels() and not values,
         )
         return prediction
 
@@ -644,6 +730,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
     def predictive_samples(self, *args: Any, **kwargs: Any) -> Tensor:
         """Samples of the predictive, ``[S, n, C]``; see laplace-torch."""
         self.check_fitted()
+        if self._predicts_labels():
+            return self._inverse_link(self.functional_samples(*args, **kwargs))
         return super().predictive_samples(*args, **kwargs)
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
@@ -670,7 +758,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             Outputs ``[S, n, C]``; the model is never written to.
         """
         check_n_samples(n_samples)
-        X = X.to(device_of(self)) if isinstance(X, Tensor) else X
+        X = on_device(X, device_of(self))
         samples = self.sample(n_samples, generator)
         with evaluation_mode(self.model):
             outputs = torch.stack(
@@ -687,6 +775,12 @@ class DebiasedPosterior(PrivateProtocol, _Base):
     ) -> Tensor:
         """The same as class probabilities, or for regression as they are."""
         fs = self.network_samples(X, n_samples, generator, **model_kwargs)
+        return self._inverse_link(fs)
+
+    def _inverse_link(self, fs: Tensor) -> Tensor:
+        """Probabilities of sampled outputs, or the outputs themselves."""
+        if self._predicts_labels():
+            return torch.sigmoid(fs)
         return fs if self._predicts_values() else torch.softmax(fs, dim=-1)
 
     def optimize_prior_precision(

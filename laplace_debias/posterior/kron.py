@@ -12,19 +12,20 @@ from laplace.baselaplace import BaseLaplace, KronLaplace
 from laplace.lllaplace import KronLLLaplace
 from torch import Tensor, nn
 
+from laplace_debias.data.inputs import take
 from laplace_debias.data.pool import is_map_style
 from laplace_debias.data.processes import together
 from laplace_debias.data.reading import as_batches, unpack
 from laplace_debias.debias.options import debias_mode
 from laplace_debias.network.features import LastLayerNetwork
-from laplace_debias.network.preserve import preserved
+from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.upstream import (
     device_of,
     feature_extractor,
-    find_last_layer,
     last_layer_name,
     last_layer_of,
     posterior_params,
+    row_keys,
     unchecked_prior,
 )
 from laplace_debias.posterior.debiased import DebiasedPosterior
@@ -44,7 +45,8 @@ class DebiasedKronLaplace(DebiasedPosterior, KronLaplace):
         model: Trained network. Every trainable parameter must belong to a layer that K-FAC can
             represent (see :func:`laplace_debias.freeze_unsupported`); frozen ones are treated as
             certain.
-        likelihood: ``"classification"`` or ``"regression"``.
+        likelihood: ``"classification"``, ``"regression"``, or ``"bernoulli"`` (one logit, or many
+            labels, with targets in [0, 1] of the outputs' shape).
         *args: Further arguments of ``laplace.KronLaplace``.
         debias: ``True`` or ``"two-batch"`` for the debiased posterior, ``"crossfit"`` for the
             cross-fitted one, ``"single"`` for the biased one of the same data.
@@ -76,7 +78,8 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):  # type: ignore[m
     Args:
         model: Trained network that ends in an ``nn.Linear``. It is copied; all parameters of the
             copy's last layer are Bayesian, whether frozen or not.
-        likelihood: ``"classification"`` or ``"regression"``.
+        likelihood: ``"classification"``, ``"regression"``, or ``"bernoulli"`` (one logit, or many
+            labels, with targets in [0, 1] of the outputs' shape).
         *args: Further arguments of ``laplace.KronLLLaplace``.
         debias: ``True`` or ``"two-batch"`` for the debiased posterior, ``"crossfit"`` for the
             cross-fitted one, ``"single"`` for the biased one of the same data.
@@ -142,10 +145,10 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):  # type: ignore[m
             if first is None:
                 return []
             loader = itertools.chain([first], batches)
-        unpack(first, device_of(self), self.dict_key_y)
-        with preserved(self.model):  # laplace-torch's hooks stay if the forward pass raises
-            self.model.eval()
-            find_last_layer(self, first)
+        X, _ = unpack(first, device_of(self), self.dict_key_y)
+        with evaluation_mode(self.model), torch.no_grad():
+            one: Any = take(X, slice(0, 1), row_keys(self))
+            feature_extractor(self.model).find_last_layer(one)
         self._last_layer_found()
         return loader
 
@@ -196,7 +199,8 @@ def Laplace(
 
     Args:
         model: Trained network.
-        likelihood: ``"classification"`` or ``"regression"``.
+        likelihood: ``"classification"``, ``"regression"``, or ``"bernoulli"`` (one logit, or many
+            labels, with targets in [0, 1] of the outputs' shape).
         subset_of_weights: ``"last_layer"`` or ``"all"`` (and laplace-torch's other choices with
             ``debias=False``).
         hessian_structure: ``"kron"`` for debiased approximations.
@@ -210,8 +214,10 @@ def Laplace(
             ``"single"`` uses one mini-batch (or a whole loader) for both, scaled to the training
             set: the biased baseline.
         **kwargs: Handed to the class, e.g. ``kfac_approx``, ``fisher``, ``sampler``, ``generator``,
-            ``verify=False`` (no check of the model) and ``data_keys`` (the entries of mappings
-            that have one row per datum), see :class:`DebiasedKronLaplace`.
+            ``verify=False`` (no check of the model), ``data_keys`` (the entries of mappings
+            that have one row per datum), ``parameters`` (which are Bayesian: ``"lora"``,
+            ``"head"``, a name or pattern, or a list of them) and ``output`` (a function that picks
+            the tensor of outputs from what the model returns), see :class:`DebiasedKronLaplace`.
 
     Returns:
         A :class:`DebiasedKronLaplace` or :class:`DebiasedKronLLLaplace`, or with ``debias=False``

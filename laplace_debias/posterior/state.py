@@ -79,6 +79,7 @@ def save_state(la: Any, fitted: FitResult) -> State:
         "enable_backprop": bool(la.enable_backprop),
         "n_data": int(la.n_data),
         "n_outputs": int(la.n_outputs),
+        **_noise_ratios(la),
     }
 
 
@@ -108,6 +109,13 @@ def load_state(la: Any, state: State, take_over: Callable[[FitResult], None]) ->
         "debias": la.debias,
         "likelihood": _plain(la.likelihood),
     }
+    ours, theirs = _noise_ratios(la).get("output_noise"), state.get("output_noise")
+    same = ours is theirs if ours is None or theirs is None else torch.equal(ours, theirs)
+    if not same:
+        raise ValueError(
+            f"Expected a state with the noise {ours} of each output, as this object, got {theirs}. "
+            "Remedy: build the Laplace object with the `sigma_noise` of the saved one."
+        )
     for key, value in expected.items():
         if state[key] != value:
             raise ValueError(
@@ -232,6 +240,12 @@ def _parameter_shapes(la: Any) -> dict[str, list[int]]:
         name: list(p.shape)
         for name, p in zip(la.parameter_names, posterior_params(la), strict=True)
     }
+
+
+def _noise_ratios(la: Any) -> dict[str, Tensor]:
+    """The noise of each output, if a posterior has more than one."""
+    noise = getattr(la.objective, "output_noise", None)
+    return {} if noise is None else {"output_noise": noise.double().cpu()}
 
 
 def _plain(value: Any) -> str:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -52,6 +53,11 @@ class EigenBlock:
     max_numel: int = 2**26
     keep: bool = True
     _kept: dict[bool, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def turned(self) -> EigenBlock:
+        """The block of the transposed parameter, for a weight ``[d_in, d_out]``."""
+        return replace(self, Q=self.Q[::-1], lam=self.lam.T.contiguous(), _kept={})
 
     def inverse(
         self, ks: slice = slice(None), input_first: bool = False, rows: slice = slice(None)

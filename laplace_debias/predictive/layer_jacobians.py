@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs, Keys, size_of, take
-from laplace_debias.network.check import N_CHECKED
+from laplace_debias.data.inputs import Inputs, Keys, size_of, take, tensors_of
+from laplace_debias.network.layers import has_rows_last, is_norm, is_transposed
 from laplace_debias.network.ownership import is_ordinary, owners
 from laplace_debias.network.unfold import patch_order
 from laplace_debias.network.verify import verify_data
@@ -26,6 +26,7 @@ from laplace_debias.predictive.probing import (
     Capture,
     call_gradients,
     call_inputs,
+    call_normalised,
     data_dims,
     per_datum_jacobians,
     run,
@@ -59,7 +60,6 @@ class LayerJacobians:
         self.modules = list(
             dict.fromkeys(m for found in self.owners.values() for m, _ in found if is_ordinary(m))
         )
-        self.names = {module: name for name, module in model.named_modules()}
         self.dims: dict[nn.Module, list[int | None]] | None = None
         self.verify, self.targets, self._verified = verify, targets, set[bool]()
         self._misplaced: set[int] = set()
@@ -79,16 +79,16 @@ class LayerJacobians:
         if self.verify and (n > 1) not in self._verified:
             self._check(x)
             self._verified.add(n > 1)
-        tensors = [x] if isinstance(x, Tensor) else [v for v in x.values() if isinstance(v, Tensor)]
-        known = (n > 1, *((t.shape[1:], t.dtype) for t in tensors))
+        known = (n > 1, *((t.shape[1:], t.dtype) for t in tensors_of(x)))
         if known in self._bytes:
             return self._bytes[known]
-        probe = run(self.model, take(x, slice(0, 1), self.key), self.modules)
+        m = min(n, 2)  # as many as it takes to tell the data apart
+        probe = run(self.model, take(x, slice(0, m), self.key), self.modules)
         C, held = probe.f.shape[1], 1
         for call in (call for calls in probe.calls.values() for call in calls):
-            held += (C + 4) * call.shape.numel() + 2 * call.kept_input.numel()
+            held += ((C + 4) * call.shape.numel() + 2 * call.kept_input.numel()) // m
         for i, block in enumerate(self.blocks):
-            if i in self._misplaced or isinstance(self._sources(block, probe, min(n, 2)), str):
+            if i in self._misplaced or isinstance(self._sources(block, probe, m), str):
                 held += 2 * C * block.param.numel()  # its Jacobian will be formed
         self._bytes[known] = (
             held * torch.finfo(torch.promote_types(probe.f.dtype, torch.float32)).bits // 8
@@ -98,9 +98,8 @@ class LayerJacobians:
     def _check(self, x: Inputs) -> None:
         """Find the parameters whose rows do not make up the Jacobian of a few data."""
         verify_data(self.model, x, self.key, self.targets)
-        few, params = take(x, slice(0, N_CHECKED), self.key), [block.param for block in self.blocks]
         self._misplaced |= misplaced_rows(
-            self.model, few, self.key, self.modules, params,
+            self.model, x, self.key, self.modules, [block.param for block in self.blocks],
             lambda i, capture, n: self._sources(self.blocks[i], capture, n),
         )  # fmt: skip
 
@@ -121,16 +120,18 @@ class LayerJacobians:
         n, C = capture.f.shape
         sources: dict[int, list[Source]] = {}
         others: list[int] = []
+        slow: dict[str, str] = {}
         for i, block in enumerate(self.blocks):
             found = self._sources(block, capture, n)
             if i in self._misplaced and not isinstance(found, str):
                 found = "what its layer recorded is not what the model does, or of other data"
             if isinstance(found, str):
-                self._warn(block, found)
+                slow[block.name] = found
                 others.append(i)
             elif found:
                 sources[i] = found
 
+        self._warn(slow)
         gradients = self._gradients(capture, sources)
         jacobians: dict[int, Tensor] = {}
         if others:
@@ -160,7 +161,7 @@ class LayerJacobians:
         found = self.owners.get(id(block.param), [])
         for module, name in found:
             if name not in ("weight", "bias") or not is_ordinary(module):
-                return f"{type(module).__name__} is not an ordinary Linear or Conv2d"
+                return f"{type(module).__name__} is not an ordinary Linear, Conv2d or norm"
         sources: list[Source] = []
         for module, _ in found:
             calls = capture.calls[module]
@@ -174,8 +175,10 @@ class LayerJacobians:
             return "it is used outside the layer that owns it"
         for call, dim in sources:
             conv = isinstance(call.module, nn.Conv2d)
+            first = conv or not has_rows_last(call.module)  # data first, channels second
+            first &= not isinstance(call.module, nn.LayerNorm | nn.RMSNorm)
             if (conv and call.kept_input.ndim != 4) or (
-                n > 1 and (dim is None or (conv and dim != 0))
+                n > 1 and (dim is None or (first and dim != 0))
             ):
                 return "its layer does not keep the data apart along one dimension"
             if n > 1 and dim is not None and call.kept_input.shape[dim] != n:
@@ -184,19 +187,19 @@ class LayerJacobians:
             return "it is shared by convolutions with different groups"
         return sources
 
-    def _warn(self, block: EigenBlock, reason: str) -> None:
-        """Say once per parameter that the slow exact way is taken, and why."""
-        if block.name in self._warned:
-            return
-        self._warned.add(block.name)
-        found = self.owners.get(id(block.param), [])
-        modules = [self.names[module] or "the model itself" for module, _ in found]
-        warnings.warn(
-            f"The Jacobian of {block.name!r} (module {', '.join(modules)}) is computed one datum "
-            f"and output at a time, which is exact but slow: {reason}. Freeze the parameter, or "
-            "write the module with nn.Linear and nn.Conv2d, to take the fast way.",
-            stacklevel=6,
-        )
+    def _warn(self, slow: dict[str, str]) -> None:
+        """Say once for which parameters the slow exact way is taken, and why."""
+        new = {name: reason for name, reason in slow.items() if name not in self._warned}
+        self._warned |= set(new)
+        if new:
+            first, reason = next(iter(new.items()))
+            more = f" and {len(new) - 1} more" if len(new) > 1 else ""
+            warnings.warn(
+                f"The Jacobian of {first!r}{more} is computed one datum and output at a time, "
+                f"which is exact but slow: {reason}. Freeze what is concerned, or write it with "
+                f"nn.Linear and nn.Conv2d, to take the fast way. All of them: {', '.join(new)}.",
+                stacklevel=6,
+            )
 
     def _gradients(self, capture: Capture, sources: dict[int, list[Source]]) -> dict[int, Tensor]:
         """Return the gradient of every output at every call, ``[n, C, d_out, R]`` by ``id``.
@@ -270,8 +273,12 @@ class LayerJacobians:
                 return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
             J = None
-            if first.param is module.bias:
+            if first.param is module._parameters.get("bias"):
                 J = G.sum(-1)
+            elif is_norm(module):
+                x_hats = [call_normalised(call, module, n, dim) for call, dim in sources]
+                x_hat = torch.cat(x_hats, dim=-1).to(first.lam.dtype)  # [n, d, R]
+                J = torch.einsum("ncdr,ndr->ncd", G, x_hat)
             elif len(first.Q) == 1:  # a weight of one element has a single factor
                 J = torch.einsum("ncor,nrgi->ncogi", G, inputs(slice(0, n))).flatten(2)
             if J is not None:
@@ -281,6 +288,8 @@ class LayerJacobians:
                     )
                     for block in blocks
                 ]
+            if is_transposed(module):
+                blocks = [block.turned for block in blocks]
             bases = [(block.Q[0], block.Q[1]) for block in blocks]
             if isinstance(module, nn.Conv2d):
                 bases = [(Q_B, patch_order(Q_A, module)) for Q_B, Q_A in bases]

@@ -24,6 +24,7 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 LINKS = ("probit", "mc", "bridge", "bridge_norm")
 
@@ -85,6 +86,70 @@ def class_log_probabilities(
     return _wide_log_probabilities(
         mean, covariance, link_approx, diagonal, n_samples, generator
     ).to(dtype)
+
+
+def label_log_probabilities(
+    mean: Tensor,
+    variance: Tensor,
+    link_approx: str = "probit",
+    *,
+    n_samples: int = 100,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    r"""The link of independent labels: log-probabilities of no and of yes for each output.
+
+    ``"probit"``: :math:`\sigma(\mu / \sqrt{1 + \pi \sigma^2 / 8})`. ``"mc"``: the mean of
+    :math:`\sigma(f_s)` over samples. A label depends on its own output alone, so that variances are
+    all it takes.
+
+    Args:
+        mean: Output means ``[n, C]``.
+        variance: Output variances ``[..., n, C]``; leading dimensions run over prior precisions.
+        link_approx: ``"probit"`` or ``"mc"``.
+        n_samples: Number of samples for ``"mc"``.
+        generator: Random number generator for ``"mc"``.
+
+    Returns:
+        Log-probabilities ``[..., n, C, 2]``.
+
+    Raises:
+        ValueError: For another link.
+
+    Example:
+        >>> label_log_probabilities(torch.zeros(1, 1), torch.ones(1, 1)).exp()
+        tensor([[[0.5000, 0.5000]]])
+    """
+    dtype = mean.dtype
+    mean, variance = (t.to(torch.promote_types(dtype, torch.float32)) for t in (mean, variance))
+    if link_approx == "probit":
+        f = mean / torch.sqrt(1 + math.pi / 8 * variance)
+        return logsigmoid(torch.stack([-f, f], dim=-1)).to(dtype)
+    if link_approx != "mc":
+        raise ValueError(
+            f"Expected link_approx 'probit' or 'mc' with likelihood='bernoulli', got "
+            f"{link_approx!r}. Remedy: pass one of them."
+        )
+    check_n_samples(n_samples)
+    shape = (n_samples, *[1] * (variance.ndim - mean.ndim), *mean.shape)
+    eps = torch.randn(shape, generator=generator, dtype=mean.dtype, device=mean.device)
+    return mean_label_log_probabilities(mean + variance.clamp(min=0).sqrt() * eps).to(dtype)
+
+
+def mean_label_log_probabilities(samples: Tensor) -> Tensor:
+    r"""Logarithms of the means of :math:`\sigma(-f_s)` and :math:`\sigma(f_s)` over samples.
+
+    Args:
+        samples: Outputs ``[S, ..., C]``.
+
+    Returns:
+        Log-probabilities ``[..., C, 2]``.
+
+    Example:
+        >>> mean_label_log_probabilities(torch.tensor([[200.0], [0.0]])).exp()
+        tensor([[0.2500, 0.7500]])
+    """
+    both = logsigmoid(torch.stack([-samples, samples], dim=-1)).logsumexp(0)
+    return torch.log_softmax(both, dim=-1)
 
 
 def check_n_samples(n_samples: int) -> None:

@@ -15,6 +15,7 @@ from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
+from laplace_debias.network.calling import call_model
 from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.substitution import substituted
 from laplace_debias.network.upstream import last_layer_of
@@ -65,7 +66,7 @@ def network_samples(
         parts = torch.split(sample, [p.numel() for p in params])
         pairs = [(p, part.view(p.shape)) for p, part in zip(params, parts, strict=True)]
         with substituted(pairs):
-            outputs: Tensor = root(given, **kwargs)
+            outputs = call_model(root, given, **kwargs)
         if outputs.ndim < 2 or (isinstance(given, Tensor) and len(outputs) != len(given)):
             raise ValueError(
                 f"Expected one row of outputs per datum, got {list(outputs.shape)}. Remedy: a "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from laplace_debias.data.inputs import Inputs
 from laplace_debias.predictive.links import (
     check_link,
     class_log_probabilities,
+    label_log_probabilities,
+    mean_label_log_probabilities,
     mean_log_probabilities,
     needs_diagonal_only,
 )
@@ -78,6 +80,7 @@ def glm_predictions(
     method: str = "exact",
     generator: torch.Generator | None = None,
     diagonal_output: bool = False,
+    labels: bool = False,
 ) -> Iterator[Prediction]:
     """Yield one prediction per prior precision of the predictor.
 
@@ -91,10 +94,12 @@ def glm_predictions(
             covariance is formed: the samples themselves go through the softmax.
         generator: Random number generator for samples, shared by all prior precisions.
         diagonal_output: Leave out covariances between outputs.
+        labels: Whether every output is a yes-or-no label of its own (Bernoulli).
 
     Yields:
-        ``(log-probabilities [n, C],)`` for classification, ``(mean [n, C], covariance)`` for
-        regression, with covariances ``[n, C, C]`` or, with ``diagonal_output``, ``[n, C]``.
+        ``(log-probabilities [n, C],)`` for classification, of no and yes for labels
+        (``[n, C, 2]``), ``(mean [n, C], covariance)`` for regression, with covariances
+        ``[n, C, C]`` or, with ``diagonal_output``, ``[n, C]``.
 
     Raises:
         ValueError: For an unknown link or method.
@@ -102,12 +107,13 @@ def glm_predictions(
     check_link(link_approx)
     check_method(method)
     diagonal = diagonal_output if regression else needs_diagonal_only(link_approx, diagonal_output)
+    diagonal |= labels
     if method == "auto":
         method = "samples" if predictor.prefers_samples(n_samples, diagonal) else "exact"
-    if method == "samples" and link_approx == "mc" and not regression and not diagonal:
+    if method == "samples" and link_approx == "mc" and not regression and (labels or not diagonal):
         _, samples = predictor.samples(x, n_samples, generator)
         for drawn in samples:
-            yield (mean_log_probabilities(drawn),)
+            yield ((mean_label_log_probabilities if labels else mean_log_probabilities)(drawn),)
         return
     if method == "samples":
         result = predictor.sampled(x, n_samples, generator, diagonal)
@@ -118,13 +124,12 @@ def glm_predictions(
         for one in covariance:
             yield result.mean, one
         return
-    log_probs = class_log_probabilities(
-        result.mean,
-        covariance,
-        link_approx,
-        diagonal=diagonal,
-        n_samples=n_samples,
-        generator=generator,
-    )
+    options: dict[str, Any] = {"n_samples": n_samples, "generator": generator}
+    if labels:
+        log_probs = label_log_probabilities(result.mean, covariance, link_approx, **options)
+    else:
+        log_probs = class_log_probabilities(
+            result.mean, covariance, link_approx, diagonal=diagonal, **options
+        )
     for one in log_probs:
         yield (one,)

@@ -9,14 +9,15 @@ precisions.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from laplace.baselaplace import KronLaplace
 from torch import Tensor
 
-from laplace_debias.data.inputs import Inputs, size_of, take
+from laplace_debias.data.inputs import INPUT_TYPES, Inputs, size_of, take
+from laplace_debias.data.reading import on_device
 from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.preserve import differentiable
 from laplace_debias.network.upstream import (
@@ -169,22 +170,18 @@ class StructuredPredictor:
         return 2 * n_samples * len(self.deltas) < exact
 
     def _inputs(self, x: Inputs) -> Inputs:
-        """Bring a tensor to the model's device, out of inference mode."""
-        if not isinstance(x, (Tensor, MutableMapping)):
+        """Bring tensors to the model's device, out of inference mode."""
+        if not isinstance(x, INPUT_TYPES):
             raise ValueError(
-                f"Expected inputs as a tensor or a mapping, got {type(x).__name__}. Remedy: "
-                "`torch.as_tensor(x)`."
+                f"Expected inputs as a tensor, a mapping or a tuple, got {type(x).__name__}. "
+                "Remedy: `torch.as_tensor(x)`."
             )
         n = size_of(x, row_keys(self.la))
         if n == 0:
             raise ValueError(
                 "Expected at least one datum, got an empty batch. Remedy: skip empty batches."
             )
-        if not isinstance(x, Tensor):
-            return x
-        x = x.to(device_of(self.la))
-        with torch.inference_mode(False):
-            return x.clone() if x.is_inference() else x
+        return on_device(x, device_of(self.la))
 
     def _result(self, f: Tensor, moments: Tensor, method: str) -> LinearizedPredictive:
         """Bring ``[..., k]`` to ``[k, ...]``, or drop k for a single prior precision."""

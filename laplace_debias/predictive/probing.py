@@ -1,9 +1,9 @@
 """Run a model once and take layer inputs and per-class output gradients from it.
 
 A parameter tensor can be taken apart when every use of it in the graph is a call of an ordinary
-``nn.Linear`` or ``nn.Conv2d`` that owns it, and when every such call keeps the data apart along
-one dimension. Both are checked, not assumed: uses are counted in the autograd graph, and the
-dimension of the data is found by comparing a run of one datum with a run of two.
+``nn.Linear``, ``nn.Conv2d`` or normalisation that owns it, and when every such call keeps the data
+apart along one dimension. Both are checked, not assumed: uses are counted in the autograd graph,
+and the dimension of the data is found by comparing a run of one datum with a run of two.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
+from laplace_debias.network.calling import call_model
+from laplace_debias.network.layers import Norm, is_norm, norm_positions, normalised
 from laplace_debias.network.recorder import LayerCall, Recorder, check_outputs, count_uses
+from laplace_debias.network.remembered import question_of, recall, remember
 from laplace_debias.network.unfold import patches
 
 __all__ = [
     "Capture",
     "call_gradients",
     "call_inputs",
+    "call_normalised",
     "data_dims",
     "per_datum_jacobians",
     "run",
@@ -66,7 +70,7 @@ def run(model: nn.Module, x: Inputs, modules: list[nn.Module], keep_graph: bool 
     """
     recorder = Recorder(modules, keep_inputs=True, keep_graph=keep_graph)
     with recorder.recording():
-        f = check_outputs(model(x))
+        f = check_outputs(call_model(model, x))
     return Capture(f, recorder.calls, count_uses(f))
 
 
@@ -85,18 +89,48 @@ def call_inputs(call: LayerCall, n: int, dim: int | None, rows: slice) -> Tensor
     Raises:
         RuntimeError: If the input was not kept, or changed in place after the call.
     """
-    x = call.kept_input
-    if x._version != call.version:
-        raise RuntimeError(
-            f"Expected the input of {call.module} to stay as it was, got one that the model "
-            "changed in place after the layer used it. Remedy: replace the in-place operation."
-        )
+    x = _unchanged_input(call)
     if isinstance(call.geometry, nn.Conv2d):
         if len(x) == n:
             return patches(x[rows], call.geometry)
         return patches(x, call.geometry).flatten(0, 1).unsqueeze(0)  # a single datum
     a = x if dim is None else x.movedim(dim, 0)
     return a.reshape(n, -1, 1, a.shape[-1])[rows]
+
+
+def call_normalised(call: LayerCall, layer: Norm, n: int, dim: int | None) -> Tensor:
+    """What a normalisation scaled for each datum.
+
+    Args:
+        call: The call, its input kept.
+        layer: The normalisation.
+        n: Number of data in the call.
+        dim: See :func:`call_inputs`.
+
+    Returns:
+        ``[n, d, R]``.
+
+    Raises:
+        RuntimeError: If the input was not kept, or changed in place after the call.
+    """
+    return _norm_rows(layer, normalised(layer, _unchanged_input(call)), n, dim)
+
+
+def _unchanged_input(call: LayerCall) -> Tensor:
+    """The input of a call, if it still is what the layer saw."""
+    x = call.kept_input
+    if x._version != call.version:
+        raise RuntimeError(
+            f"Expected the input of {call.module} to stay as it was, got one that the model "
+            "changed in place after the layer used it. Remedy: replace the in-place operation."
+        )
+    return x
+
+
+def _norm_rows(layer: nn.Module, t: Tensor, n: int, dim: int | None) -> Tensor:
+    """A tensor of a normalisation as ``[n, d, R]``; a single datum may fill several rows."""
+    rows = norm_positions(layer, t if dim is None else t.movedim(dim, 0))
+    return rows if len(rows) == n else rows.transpose(0, 1).reshape(n, rows.shape[1], -1)
 
 
 def call_gradients(call: LayerCall, g: Tensor, n: int, dim: int | None) -> Tensor:
@@ -108,6 +142,8 @@ def call_gradients(call: LayerCall, g: Tensor, n: int, dim: int | None) -> Tenso
         n: Number of data in the call.
         dim: See :func:`call_inputs`.
     """
+    if is_norm(call.module):
+        return _norm_rows(call.module, g, n, dim)
     if isinstance(call.geometry, nn.Conv2d):
         g = g.flatten(2)  # [n, d_out, R]
         return g if len(g) == n else g.transpose(0, 1).reshape(n, g.shape[1], -1)
@@ -124,6 +160,10 @@ def data_dims(
     1 to 2. ``None`` where there is no such dimension (data merged with positions, or inputs that
     do not depend on the data).
     """
+    question = question_of("dimensions", x, key, tuple(map(id, modules)))
+    known: dict[nn.Module, list[int | None]] | None = recall(model, question, x)
+    if known is not None:
+        return known
     one = run(model, take(x, slice(0, 1), key), modules).calls
     two = run(model, take(x, slice(0, 2), key), modules).calls
     dims: dict[nn.Module, list[int | None]] = {}
@@ -135,6 +175,7 @@ def data_dims(
             same = p.kept_input.ndim == q.kept_input.ndim
             single = same and [sizes[i] for i in grown] == [(1, 2)]
             dims[module].append(grown[0] if single else None)
+    remember(model, question, x, dims)
     return dims
 
 
@@ -147,7 +188,7 @@ def per_datum_jacobians(
     """
     rows: list[list[Tensor]] = [[] for _ in params]
     for i in range(size_of(x, key)):
-        f = model(take(x, slice(i, i + 1), key)).reshape(-1)
+        f = call_model(model, take(x, slice(i, i + 1), key)).reshape(-1)
         for c in range(len(f)):
             grads = torch.autograd.grad(
                 f[c], params, retain_graph=True, create_graph=keep_graph, allow_unused=True

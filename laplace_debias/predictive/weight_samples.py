@@ -21,6 +21,7 @@ from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace_debias.data.inputs import Inputs, size_of, take
+from laplace_debias.network.calling import call_model
 from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.preserve import Change, held
 from laplace_debias.network.recorder import Recorder
@@ -155,13 +156,12 @@ class WeightSampler:
         size = max(1, min(n_samples, size))
         chunks = [take(x, slice(i, i + rows), key) for i in range(0, n, rows)]
         with torch.set_grad_enabled(self.keep_graph):
-            f = torch.cat([la.model(chunk) for chunk in chunks])
+            f = torch.cat([call_model(la.model, chunk) for chunk in chunks])
 
         def product(chunk: Inputs, step: list[Tensor]) -> Tensor:
             def at(weights: list[Tensor]) -> Tensor:
                 with substituted(zip(params, weights, strict=True)):
-                    outputs: Tensor = la.model(chunk)
-                return outputs
+                    return call_model(la.model, chunk)
 
             out: Tensor = jvp(at, (theta,), (step,))[1]
             return out
@@ -183,7 +183,7 @@ class WeightSampler:
         leaves = (m for m in self.la.model.modules() if not list(m.children()))
         recorder = Recorder(leaves, edges=False)
         with recorder.recording():
-            self.la.model(x)
+            call_model(self.la.model, x)
         calls = [call for found in recorder.calls.values() for call in found]
         return 4 * max(1, sum(call.shape.numel() * call.dtype.itemsize for call in calls))
 

@@ -1,8 +1,14 @@
 """The shape of a mini-batch quadratic: its bias along directions, and debiased CG."""
 
 from laplace_debias.data.chunks import gather, partition
-from laplace_debias.quadratics.bias import DirectionalBias, choose_directions, directional_bias
+from laplace_debias.quadratics.batch_sizes import BatchSizeBias, bias_by_batch_size
+from laplace_debias.quadratics.bias import DirectionalBias, directional_bias
 from laplace_debias.quadratics.cg import CGSolution, CGStatus, cg, debiased_cg
+from laplace_debias.quadratics.chosen import (
+    RecordedProducts,
+    choose_directions,
+    kept_directions,
+)
 from laplace_debias.quadratics.directions import (
     Eigenpairs,
     normalize_directions,
@@ -17,9 +23,7 @@ from laplace_debias.quadratics.quadratic import Quadratic
 from laplace_debias.quadratics.report import CurvatureBiasReport, curvature_bias_report
 from laplace_debias.quadratics.restriction import RestrictedQuadratic
 from laplace_debias.quadratics.studies import (
-    BatchSizeBias,
     BiasSeries,
-    bias_by_batch_size,
     bias_by_model_size,
     bias_over_training,
     relative_biases,
@@ -36,9 +40,11 @@ __all__ = [
     "CGSolution",
     "CGStatus",
     "Eigenpairs",
+    "RecordedProducts",
     "cg",
     "choose_directions",
     "debiased_cg",
+    "kept_directions",
     "normalize_directions",
     "top_eigenvectors",
     "TrajectoryMetrics",

@@ -15,7 +15,8 @@ K-FAC approximation of all data is not the average of those of the mini-batches)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,15 +27,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from laplace_debias.data.chunks import Chunk
-from laplace_debias.quadratics.cg import cg
-from laplace_debias.quadratics.directions import top_eigenvectors
+from laplace_debias.quadratics.chosen import kept_directions
 from laplace_debias.quadratics.quadratic import Quadratic
 from laplace_debias.storage.cells import CellStore
 from laplace_debias.storage.export import tidy
 from laplace_debias.storage.results import SavedResult
 
 KINDS = ("slopes", "curvatures", "magnitudes")
-DIRECTIONS = ("eigenvectors", "cg")
 
 
 @dataclass(frozen=True)
@@ -110,35 +109,6 @@ class DirectionalBias(SavedResult):
         return values
 
 
-def choose_directions(
-    quadratic: Quadratic, directions: str, k: int
-) -> tuple[Tensor, Tensor | None]:
-    """Choose k unit directions that are extreme for a quadratic.
-
-    Args:
-        quadratic: The quadratic.
-        directions: ``"eigenvectors"`` (top k) or ``"cg"`` (at most k search directions).
-        k: How many.
-
-    Returns:
-        Directions ``[P, K]``, and for CG the steps ``[K]`` of the path through them, else ``None``.
-
-    Example:
-        >>> q = Quadratic(nn.Linear(2, 1), nn.MSELoss(), (torch.eye(2), torch.ones(2, 1)), l2=0.1)
-        >>> D, steps = choose_directions(q, "cg", 2)
-        >>> D.shape, steps.shape
-        (torch.Size([3, 2]), torch.Size([2]))
-    """
-    if directions == "eigenvectors":
-        return top_eigenvectors(quadratic, k).vectors, None
-    if directions == "cg":
-        solution = cg(quadratic, max_iter=k, rtol=0.0)
-        return solution.unit_directions, solution.magnitudes
-    raise ValueError(
-        f"Expected directions in {DIRECTIONS}, got {directions!r}. Remedy: pass one of them."
-    )
-
-
 def directional_bias(
     model: nn.Module,
     loss: nn.Module,
@@ -148,8 +118,10 @@ def directional_bias(
     k: int = 100,
     chosen: Sequence[int] = (0, 1, 2),
     folder: str | Path | None = None,
+    directions_folder: str | Path | None = None,
     data_id: str | None = None,
     progress_bar: bool = False,
+    solver_options: Mapping[str, Any] | None = None,
     **quadratic_options: Any,
 ) -> DirectionalBias:
     """Measure slopes and curvatures on all mini-batches along directions chosen on a few.
@@ -161,10 +133,14 @@ def directional_bias(
         directions: ``"eigenvectors"`` or ``"cg"``.
         k: Number of directions.
         chosen: Which mini-batches choose directions.
-        folder: Keeps finished mini-batches, and the same call resumes from there.
+        folder: Keeps what is finished (products, directions, values on a mini-batch), and the same
+            call resumes from there.
+        directions_folder: Keeps the directions for good, for other studies of the same
+            mini-batches. ``None``: they are deleted when all values along them are known.
         data_id: Stands for the data in the folder, which are then not compared. Change it when
             they change.
         progress_bar: Show one.
+        solver_options: Of :func:`top_eigenvectors` or :func:`cg`, e.g. ``tol``.
         **quadratic_options: ``curvature``, ``l2``, ``regularize_biases``, ``chunk_size`` and
             ``max_columns`` of :class:`Quadratic`.
 
@@ -194,19 +170,39 @@ def directional_bias(
         )
     options = {"directions": directions, "k": k, **quadratic_options}
     options |= {"n_batches": len(batches), "batch_size": max(sizes)}
+    if solver_options:
+        options["solver"] = dict(solver_options)
     study = CellStore.for_run(
         folder, model, {"data": batches}, loss=loss, options=options, data_id=data_id
     )
     slopes, curvatures = [], []
     with tqdm(total=len(chosen) * len(batches), disable=not progress_bar, desc=directions) as bar:
         for s in chosen:
+            parts = None if study.folder is None else study.folder / f"parts of {s}"
+            kept = parts if directions_folder is None else Path(directions_folder)
+            choose = partial(
+                kept_directions,
+                model,
+                loss,
+                batches[s],
+                directions,
+                k,
+                folder=None if kept is None else kept / f"{directions} of {s}",
+                data_id=None if data_id is None else f"{data_id}, mini-batch {s}",
+                progress_bar=progress_bar,
+                solver_options=solver_options,
+                **quadratic_options,
+            )
             part = f"batch {s}"
             if part in study:
                 bar.update(len(batches))
+            cells = CellStore(None if part in study else parts, study.config)
+            quadratics = partial(Quadratic, model, loss, **quadratic_options)
             measured = study.get(
-                part,
-                partial(_measure, model, loss, batches, s, directions, k, bar, quadratic_options),
+                part, partial(_measure, quadratics, batches, choose, k, bar, cells)
             )
+            if parts is not None:
+                shutil.rmtree(parts, ignore_errors=True)
             slopes.append(measured["slopes"])
             curvatures.append(measured["curvatures"])
     return DirectionalBias(
@@ -220,28 +216,27 @@ def directional_bias(
 
 
 def _measure(
-    model: nn.Module,
-    loss: nn.Module,
+    quadratics: Callable[[Chunk], Quadratic],
     batches: Sequence[Chunk],
-    s: int,
-    directions: str,
+    choose: Callable[[], dict[str, Tensor]],
     k: int,
     bar: tqdm,
-    quadratic_options: dict[str, Any],
+    cells: CellStore,
 ) -> dict[str, Tensor]:
-    """Choose directions on mini-batch ``s`` and measure on all; each result ``[M, k]``."""
-    D, steps = choose_directions(
-        Quadratic(model, loss, batches[s], **quadratic_options), directions, k
-    )
+    """Choose directions and measure along them on all mini-batches; each result ``[M, k]``."""
+    chosen = choose()
+    D, steps = chosen["D"], chosen.get("steps")
     padding = D.new_full((k - D.shape[1],), float("nan"))
-    rows: dict[str, list[Tensor]] = {"slopes": [], "curvatures": []}
-    for batch in batches:
+
+    def measure(batch: Chunk) -> dict[str, Tensor]:
+        values = {"slopes": padding[:0], "curvatures": padding[:0]}
         if D.shape[1]:
-            restricted = Quadratic(model, loss, batch, **quadratic_options).restrict(D)
-            values = (restricted.slopes(steps), restricted.curvatures())
-        else:
-            values = (padding[:0], padding[:0])
-        for name, value in zip(rows, values, strict=True):
-            rows[name].append(torch.cat([value, padding]))
+            restricted = quadratics(batch).restrict(D)
+            values = {"slopes": restricted.slopes(steps), "curvatures": restricted.curvatures()}
+        return {name: torch.cat([value, padding]) for name, value in values.items()}
+
+    rows = []
+    for m, batch in enumerate(batches):
+        rows.append(cells.get(f"on {m}", partial(measure, batch)))
         bar.update()
-    return {name: torch.stack(values) for name, values in rows.items()}
+    return {name: torch.stack([row[name] for row in rows]) for name in ("slopes", "curvatures")}

@@ -11,8 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_PROBES = 4  # random vectors that look for what a Krylov space cannot see
-
 
 class SymmetricOperator(Protocol):
     """What the solvers need: a shape, products ``H @ v`` with ``[P]`` and ``[P, K]``, a dtype.
@@ -80,6 +78,7 @@ def top_eigenvectors(
     block_size: int = 8,
     tol: float | None = None,
     max_products: int | None = None,
+    probes: int = 4,
     generator: torch.Generator | None = None,
 ) -> Eigenpairs:
     """Compute the eigenvectors to the ``k`` largest eigenvalues, matrix-free.
@@ -97,6 +96,8 @@ def top_eigenvectors(
         tol: Largest residual ``||H u - lambda u||``, relative to the largest absolute eigenvalue.
             ``None``: the dtype's epsilon to the power of 2/3.
         max_products: Give up after as many products; ``None``: ``40 k + 400``.
+        probes: How many random vectors look for missed eigenvalues, at three products each, when
+            ``block_size < k``. 0 saves them where a multiple eigenvalue is out of the question.
         generator: Where the start block comes from; ``None``: a fixed seed. The global random
             state is not touched.
 
@@ -158,9 +159,10 @@ def top_eigenvectors(
         residuals = (B.double() @ S[n - m :, :k]).norm(dim=0)  # [k], exact but for rounding
         if n == P or (n >= k and float(residuals.max()) <= tol * scale):
             U = Q[:, :n] @ S[:, :k].to(H.dtype)
-            if n < P and b < k:
-                products += 3 * _PROBES
-                if _largest_outside(H, U, generator) > float(lam[k - 1]) + 100 * tol * scale:
+            if n < P and b < k and probes > 0:
+                outside, needed = _largest_outside(H, U, probes, generator)
+                products += needed
+                if outside > float(lam[k - 1]) + 100 * tol * scale:
                     # copies of a multiple eigenvalue are missing: a block finds as many as it has
                     # columns
                     again = top_eigenvectors(
@@ -169,6 +171,7 @@ def top_eigenvectors(
                         block_size=2 * b,
                         tol=tol,
                         max_products=max_products,
+                        probes=probes,
                         generator=generator,
                     )
                     return replace(again, n_products=again.n_products + products)
@@ -203,9 +206,11 @@ def _orthonormal_remainder(Q: Tensor, W: Tensor, scale: float) -> tuple[Tensor, 
     return V, R @ (sigma[:rank, None] * Vh[:rank])
 
 
-def _largest_outside(H: SymmetricOperator, U: Tensor, generator: torch.Generator) -> float:
-    """Estimate the largest eigenvalue in the complement of span(U) from below, by 3 block steps."""
-    V = _random_block(U, min(_PROBES, len(U) - U.shape[1]), generator)
+def _largest_outside(
+    H: SymmetricOperator, U: Tensor, probes: int, generator: torch.Generator
+) -> tuple[float, int]:
+    """Estimate the largest eigenvalue outside of span(U) from below, by 3 counted block steps."""
+    V = _random_block(U, min(probes, len(U) - U.shape[1]), generator)
     basis, images = [], []
     for _ in range(3):
         W = H @ V
@@ -220,7 +225,7 @@ def _largest_outside(H: SymmetricOperator, U: Tensor, generator: torch.Generator
     scale, basis_of_gram = torch.linalg.eigh(gram)
     root = basis_of_gram[:, scale > 0.5] / scale[scale > 0.5].sqrt()
     T = root.T @ (T + T.T) @ root / 2
-    return float(torch.linalg.eigvalsh(T)[-1])
+    return float(torch.linalg.eigvalsh(T)[-1]), Q.shape[1]
 
 
 def _random_block(Q: Tensor, b: int, generator: torch.Generator) -> Tensor:

@@ -12,7 +12,7 @@ so weight on lower eigenvalues makes a top direction less extreme than it was at
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from laplace_debias.data.chunks import Chunk
-from laplace_debias.quadratics.directions import top_eigenvectors
-from laplace_debias.quadratics.quadratic import Quadratic
+from laplace_debias.quadratics.chosen import kept_directions
 from laplace_debias.storage.cells import CellStore
 from laplace_debias.storage.export import tidy
 from laplace_debias.storage.results import SavedResult
@@ -92,8 +91,10 @@ def overlap_study(
     *,
     k: int = 100,
     folder: str | Path | None = None,
+    directions_folder: str | Path | None = None,
     data_id: str | None = None,
     progress_bar: bool = False,
+    solver_options: Mapping[str, Any] | None = None,
     **quadratic_options: Any,
 ) -> EigenspaceOverlaps:
     """Compare the top-k eigenspaces of a few mini-batches.
@@ -104,9 +105,12 @@ def overlap_study(
         batches: The S mini-batches (or larger sets) to compare, each with each.
         k: Number of eigenvectors.
         folder: Keeps the overlaps; if it has them, nothing is computed again.
+        directions_folder: Keeps the eigenvectors (and, until they are done, their products), and
+            takes those that :func:`directional_bias` has kept there.
         data_id: Stands for the data in the folder, which are then not compared. Change it when
             they change.
         progress_bar: Show one.
+        solver_options: Of :func:`top_eigenvectors`, e.g. ``tol``.
         **quadratic_options: ``curvature``, ``l2``, ``regularize_biases``, ``chunk_size`` and
             ``max_columns`` of :class:`Quadratic`.
 
@@ -125,21 +129,37 @@ def overlap_study(
             "Expected at least one mini-batch, got none. Remedy: use partition(data, batch_size)."
         )
     options = {"k": k, "batch_sizes": [len(y) for _, y in batches], **quadratic_options}
+    if solver_options:
+        options["solver"] = dict(solver_options)
     study = CellStore.for_run(
         folder, model, {"data": batches}, loss=loss, options=options, data_id=data_id
     )
+    kept = folder if directions_folder is None else directions_folder
 
     def measure() -> dict[str, Tensor]:
-        pairs = [
-            top_eigenvectors(Quadratic(model, loss, batch, **quadratic_options), k)
-            for batch in tqdm(batches, disable=not progress_bar, desc="eigenspaces")
+        chosen = [
+            kept_directions(
+                model,
+                loss,
+                batch,
+                "eigenvectors",
+                k,
+                folder=None if kept is None else Path(kept) / f"eigenvectors of {m}",
+                data_id=None if data_id is None else f"{data_id}, mini-batch {m}",
+                progress_bar=progress_bar,
+                solver_options=solver_options,
+                **quadratic_options,
+            )
+            for m, batch in enumerate(tqdm(batches, disable=not progress_bar, desc="eigenspaces"))
         ]
         omega = [
-            torch.stack([eigenspace_overlaps(one.vectors, other.vectors) for other in pairs])
-            for one in pairs
+            torch.stack([eigenspace_overlaps(one["D"], other["D"]) for other in chosen])
+            for one in chosen
         ]
-        values = torch.stack([one.values for one in pairs])
-        return {"overlaps": torch.stack(omega), "values": values}
+        return {
+            "overlaps": torch.stack(omega),
+            "values": torch.stack([one["values"] for one in chosen]),
+        }
 
     return EigenspaceOverlaps(
         curvature=quadratic_options.get("curvature", "ggn"),

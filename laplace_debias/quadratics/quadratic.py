@@ -23,8 +23,13 @@ from torch import Tensor, nn
 from laplace_debias.data.chunks import Chunk, Chunks
 from laplace_debias.network.preserve import evaluation_mode, parameters_kept
 from laplace_debias.quadratics.directions import normalize_directions
-from laplace_debias.quadratics.ggn_gram import ggn_gram
-from laplace_debias.quadratics.operators import Curvature, curvature_operator
+from laplace_debias.quadratics.operators import (
+    Curvature,
+    check_loss,
+    check_targets,
+    curvature_operator,
+    ggn_gram,
+)
 from laplace_debias.quadratics.restriction import RestrictedQuadratic
 
 
@@ -79,7 +84,7 @@ class Quadratic:
         max_columns: int = 16,
     ):
         """Check the input and keep references; see the class."""
-        _check_loss(loss)
+        check_loss(loss)
         if not 0 <= l2 < float("inf"):
             raise ValueError(
                 f"Expected a finite l2 >= 0, got {l2}. Remedy: pass 0 for no regulariser."
@@ -104,7 +109,7 @@ class Quadratic:
             )
         self._loss = loss
         self._chunks = Chunks(data, chunk_size)
-        _check_targets(loss, self._chunks)
+        check_targets(loss, self._chunks)
         self._max_columns = max_columns
         self.curvature = curvature
         self.n_data = self._chunks.n_data
@@ -269,32 +274,6 @@ class Quadratic:
                 f"Expected {self.dtype} on {self.device}, got {V.dtype} on {V.device}. "
                 "Remedy: move the vectors with .to(quadratic.theta0)."
             )
-
-
-def _check_loss(loss: nn.Module) -> None:
-    """Raise unless the loss is a plain mean, so that chunks may be averaged by their size."""
-    if getattr(loss, "reduction", None) != "mean":
-        raise ValueError(
-            f"Expected a loss with reduction='mean', got {getattr(loss, 'reduction', None)!r}: "
-            "the quadratic is that of a mean over data. Remedy: use e.g. CrossEntropyLoss()."
-        )
-    if getattr(loss, "weight", None) is not None:
-        raise ValueError(
-            "Expected a loss without class weights, got one with them: its mean is over weights, "
-            "and means over chunks do not add up. Remedy: use the loss without `weight`."
-        )
-
-
-def _check_targets(loss: nn.Module, chunks: Chunks) -> None:
-    """Raise if the loss would leave out targets, and so take its mean over fewer data."""
-    ignored = getattr(loss, "ignore_index", None)
-    if ignored is not None and any(
-        not y.is_floating_point() and bool((y == ignored).any()) for _, y in chunks
-    ):
-        raise ValueError(
-            f"Expected targets that all count, got some equal to ignore_index={ignored}: the mean "
-            "would be over the others only. Remedy: leave these data out."
-        )
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:

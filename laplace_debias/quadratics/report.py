@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from laplace_debias.data.chunks import Chunk, gather, partition
-from laplace_debias.quadratics.bias import choose_directions
+from laplace_debias.quadratics.directions import top_eigenvectors
 from laplace_debias.quadratics.quadratic import Quadratic
 from laplace_debias.storage.cells import CellStore
 from laplace_debias.storage.export import tidy
@@ -235,7 +235,7 @@ def curvature_bias_report(
         generator = torch.Generator().manual_seed(seed + 7919 * size + draw)
         batches = partition((X, y), size, generator=generator, n_batches=2)
         one, two = (Quadratic(model, loss, batch, **options) for batch in batches)
-        D, _ = choose_directions(one, "eigenvectors", k)
+        D = top_eigenvectors(one, k).vectors
         return {
             name: quadratic.curvatures(D)
             for name, quadratic in zip(names, (one, two, everything), strict=True)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, SubsetRandomSampler
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
+from laplace_debias.comparison import compare
 from laplace_debias.comparison.draws import (
     check_budgets,
     draw_generator,
@@ -72,3 +73,16 @@ def test_impossible_draws(loader, budgets, n_draws, match):
     assert check_budgets(LOADER, (2, N), 1) == N
     with pytest.raises(ValueError, match=match):
         check_budgets(loader, budgets, n_draws)
+
+
+def test_a_comparison_fits_other_data_in_every_draw():
+    gen = torch.Generator().manual_seed(0)
+    X = torch.randn(N, 3, generator=gen)
+    model, y = torch.nn.Linear(3, 3), torch.arange(N) % 3
+    train = DataLoader(TensorDataset(X, y), batch_size=N)
+    result = compare(
+        model, train, (X, y), methods=("single", "two-batch", "crossfit"), budgets=(8,), n_draws=4,
+        prior_precisions=(1.0,),
+    )  # fmt: skip
+    for method in ("single", "two-batch", "crossfit"):
+        assert len({row.metrics["nll"] for row in result.select(method)}) == 4

@@ -95,7 +95,7 @@ def with_entry(value):
         ([(X, Y, Y)], r"`\(X, y\)` or mappings, got a tuple of 3"),
         ([()], r"`\(X, y\)` or mappings, got a tuple of 0"),
         (["ab"], r"`\(X, y\)` or mappings, got str"),
-        ([(X.numpy(), Y)], "as a tensor or a mapping, got ndarray"),
+        ([(X.numpy(), Y)], "as a tensor, a mapping or a tuple, got ndarray"),
         ([(X, Y.tolist())], "one row per datum, got a list of 6"),
         ([(X, np.zeros(6))], "one row per datum, got ndarray"),
         (TensorDataset(X, Y), r"one row per datum, got a tensor of shape \[\]"),
@@ -119,7 +119,7 @@ def test_what_cannot_be_read_is_refused_with_a_remedy(loader, message):
     ("loader", "message"),
     [
         ([with_entry(math.nan)], "finite inputs, got 1"),
-        ([(X.numpy(),)], "as a tensor or a mapping, got ndarray"),
+        ([(X.numpy(),)], "as a tensor, a mapping or a tuple, got ndarray"),
         ([], "at least one datum in `ood`"),
     ],
 )

@@ -114,17 +114,21 @@ def test_other_targets_are_refused(y, message):
 
 @pytest.mark.parametrize("y", [torch.ones(5, 1), torch.zeros(5, 1).long(), torch.zeros(5).long()])
 def test_a_single_logit_is_refused_with_the_right_remedy(y):
-    with pytest.raises(
-        ValueError, match=r"got one output\. Remedy: .*zeros_like\(f\), f"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"got one output\. Remedy: .*'bernoulli'") as caught:
         check_targets(y, torch.Size([5, 1]), "classification")
     assert "argmax" not in str(caught.value)
 
 
-def test_the_remedy_for_a_single_logit_is_the_binary_classifier():
-    f = torch.tensor([[0.3], [-2.0]])
-    two = torch.cat([torch.zeros_like(f), f], -1)
-    torch.testing.assert_close(two.softmax(-1)[:, 1:], f.sigmoid())
+def test_bernoulli_targets_have_the_outputs_shape_and_lie_between_zero_and_one():
+    for y in (torch.ones(5, 1), torch.zeros(5, 1).long(), torch.rand(5, 1)):
+        check_targets(y, torch.Size([5, 1]), "bernoulli")
+    for y, message in (
+        (torch.ones(5), "unsqueeze"),
+        (2 * torch.ones(5, 1), r"in \[0, 1\], got"),
+        (torch.full((5, 1), float("nan")), r"in \[0, 1\], got"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_targets(y, torch.Size([5, 1]), "bernoulli")
 
 
 def test_a_missing_key_is_a_key_error_and_a_value_error():

@@ -123,3 +123,13 @@ def test_rows_are_kept_of_wide_layers_with_one_row_per_datum():
     assert forward_factors(model, x, rows_from=41).rows == (None,) * 4
     assert forward_factors(Tokens().double(), x, rows_from=40).rows == (None,) * 4
     assert forward_factors(MergedTokens().double(), x, rows_from=40).rows == (None,) * 2
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+def test_which_directions_are_null_does_not_depend_on_the_scale(scale):
+    rows = random_rows(8, 30, rank=5)
+    _, pooled, lam = crossfit_rows(rows)
+    _, scaled_pooled, scaled = crossfit_rows(scale * rows)
+    torch.testing.assert_close(scaled_pooled, scale**2 * pooled, rtol=1e-6, atol=0)
+    torch.testing.assert_close(scaled, scale**2 * lam, rtol=1e-6, atol=1e-12 * float(scaled.max()))
+    assert int((pooled > 0).sum()) == 5

@@ -72,3 +72,18 @@ def test_too_few(m, message):
         reservoirs = Reservoirs(m)
         reservoirs.update(torch.ones(2))
         reservoirs.draw()
+
+
+def test_reservoirs_toss_their_coins_apart():
+    """Whether a reservoir ignores the scores says nothing about the others."""
+    generator = torch.Generator().manual_seed(0)
+    pairs, n_draws = torch.zeros(2, 2, dtype=torch.float64), 3000
+    for _ in range(n_draws):
+        reservoirs = Reservoirs(2, uniform=0.5, generator=generator)
+        reservoirs.update(torch.tensor([1.0, 0.0]))
+        one, two = reservoirs.draw().indices.tolist()
+        pairs[one, two] += 1
+    q = torch.tensor([0.75, 0.25], dtype=torch.float64)
+    expected = torch.outer(q, q)
+    z = (pairs - n_draws * expected) / (n_draws * expected * (1 - expected)).sqrt()
+    assert z.abs().max() < 4

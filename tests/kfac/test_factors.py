@@ -65,3 +65,17 @@ def test_weighted_data_stand_for_what_their_weights_say():
 def test_forward_passes_alone_give_no_blocks():
     with pytest.raises(ValueError, match="output factors, got none for 'w'.*Remedy"):
         _ = replace(of(0, 2), B=(None, None)).blocks
+
+
+def test_input_factors_of_one_alone_are_none_of_both():
+    """A of some of the data must not pass for A of all of them."""
+    whole, without = of(1, 4), replace(of(2, 3), A=(None, None))
+    for total in (whole + without, without + whole):
+        assert total.A == (None, None) and total.n == 7
+
+
+def test_outputs_are_there_if_they_were_kept():
+    f = torch.ones(4, 2)
+    assert replace(of(1, 4), outputs=f).kept_outputs is f
+    with pytest.raises(ValueError, match="Expected .*Remedy"):
+        _ = of(1, 4).kept_outputs

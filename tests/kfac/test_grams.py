@@ -97,3 +97,15 @@ def test_merged_positions_are_refused_by_name():
         gram.result(n=3)
     with pytest.raises(ValueError, match="'head'"):
         OutputGram(nn.Linear(2, 1), torch.ones(1), "backpack", "head").add([torch.ones(6, 1)], 3)
+
+
+def test_the_last_slice_of_an_unfolded_input_may_be_smaller(monkeypatch):
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(2, 3, 3, stride=3).double(), torch.randn(7, 2, 9, 9).double()
+    monkeypatch.setattr("laplace_debias.kfac.grams.saves_work", lambda *_: False)
+    rows = rows_of(layer, x).flatten(0, 1)
+    for n_data in (1, 2, 3, 7):  # per slice
+        monkeypatch.setattr("laplace_debias.kfac.grams._SLICE_BYTES", n_data * 9 * 18 * 8)
+        A, n_rows = input_mean(layer, x)
+        assert n_rows == len(rows) == 63
+        torch.testing.assert_close(A, rows.T @ rows / 63)

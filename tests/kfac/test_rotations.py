@@ -131,6 +131,20 @@ def test_a_weight_that_layers_share_is_measured_along_its_own_basis():
             torch.testing.assert_close(values, (Q_f.T @ M @ Q_f).diagonal())
 
 
+def test_normalisations_are_measured_along_their_bases():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3)).double()
+    engine = Engine(net, "classification")
+    X, y = torch.randn(9, 3).double(), torch.arange(9) % 3
+    dense = engine.factors(X, y)
+    Q = [[basis(len(M), i) for i, M in enumerate(block)] for block in dense.blocks]
+    for block, vectors, factors in zip(
+        engine.factors(X, y, along=Q).blocks, Q, dense.blocks, strict=True
+    ):
+        for values, Q_f, M in zip(block, vectors, factors, strict=True):
+            torch.testing.assert_close(values, (Q_f.T @ M @ Q_f).diagonal())
+
+
 def test_weight_and_bias_with_one_basis_are_rotated_once():
     engine = Engine(nn.Linear(3, 2), "classification")
     Q = torch.eye(2)

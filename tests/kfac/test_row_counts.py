@@ -1,10 +1,13 @@
 """Rows behind the factors against dense factors of every single datum."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
 from laplace_debias.kfac.engine import Engine, kfac_factors
+from laplace_debias.kfac.row_counts import RowCounter
 from tests.kfac.test_approximations import NETWORKS, dense, problem
 
 
@@ -92,3 +95,8 @@ def test_data_merged_with_positions_cannot_be_counted():
         ValueError, match="(?s)Expected 'body.weight' to see its 4.*got.*20.*Remedy"
     ):
         kfac_factors(Merged(), X, likelihood="classification", count_rows=True)
+
+
+def test_a_layer_without_rows_counts_nothing():
+    count = RowCounter("w").result(4)
+    assert dataclasses.astuple(count)[0] == 4 and not any(dataclasses.astuple(count)[1:])

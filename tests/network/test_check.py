@@ -137,7 +137,7 @@ def parametrized() -> nn.Module:
 
 def test_a_parametrised_weight_works_frozen_and_baked_in_and_is_refused_otherwise():
     model, data = seeded(parametrized), batches(3)
-    with pytest.raises(ValueError, match=r"'0.parametrizations.weight'.*remove_parametrizations"):
+    with pytest.raises(ValueError, match=r"'0.parametrizations.weight'.*bake_parametrizations"):
         fitted(model, data)
     model[0].parametrizations.weight.original.requires_grad_(False)
     baked = seeded(parametrized)

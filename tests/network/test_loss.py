@@ -146,5 +146,5 @@ def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match="finite, non-negative"):
         backward_vectors(f, None, "regression", weights=torch.tensor([1.0, -1.0]))
     for bad in ("poisson", None):
-        with pytest.raises(ValueError, match="'regression' or 'reward_modeling', got.*Remedy"):
+        with pytest.raises(ValueError, match="'bernoulli' or 'reward_modeling', got.*Remedy"):
             likelihood_name(bad)

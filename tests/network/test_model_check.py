@@ -8,7 +8,7 @@ from laplace_debias import check_model
 
 def test_the_report_tells_shares_and_memory():
     model = nn.Sequential(
-        nn.Conv2d(2, 4, 3, groups=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+        nn.Conv2d(2, 4, 3, groups=2), nn.PReLU(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
     )
     check = check_model(model, torch.randn(5, 2, 6, 6), "regression")
     status = {layer.name: (layer.status, layer.note) for layer in check.layers}
@@ -16,9 +16,9 @@ def test_the_report_tells_shares_and_memory():
         "approximated", "16 rows per datum, summed by `kfac_approx`, inputs averaged over groups",
     )  # fmt: skip
     assert status["4.weight"] == ("exact", "")
-    assert status["1.weight"][0] == "not supported" and "BatchNorm2d" in status["1.weight"][1]
-    sizes = 4 * 9 + 4 + 8 + 3 * 64 + 3
-    assert check.share == (sizes - 8) / sizes
+    assert status["1.weight"][0] == "not supported" and "PReLU" in status["1.weight"][1]
+    sizes = 4 * 9 + 4 + 4 + 3 * 64 + 3
+    assert check.share == (sizes - 4) / sizes
     squares = 4**2 + 9**2 + 4**2 + 3**2 + 64**2 + 3**2
     held = (3 * 64 + 64 + 3) * 4  # conv, norm and activation; flattened; linear
     assert check.fit_bytes == 5 * held + squares * (3 * 4 + 8)

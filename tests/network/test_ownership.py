@@ -1,31 +1,24 @@
 """Who owns which parameter, and which of them K-FAC can represent."""
 
 import pytest
-import torch
 from torch import nn
 
+from laplace_debias.network.layers import KFAC_TYPES
 from laplace_debias.network.ownership import (
-    check_supported,
-    freeze_unsupported,
     is_ordinary,
+    is_supported_layer,
     kfac_layers,
     owned_parameters,
     owners,
-    unsupported_parameters,
+    transposed_parameters,
 )
+from tests.cases_layers import Conv1D
 
 
 def tied():
     """Two linear layers that share a weight, and one of its own."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
     net[1].weight = net[0].weight
-    return net
-
-
-def mixed():
-    """Layers that K-FAC knows beside some that it does not."""
-    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
-    net.register_parameter("free", nn.Parameter(torch.ones(1)))
     return net
 
 
@@ -49,27 +42,18 @@ def test_frozen_parameters_count_only_if_asked_for():
         owned_parameters(net.requires_grad_(False))
 
 
-def test_what_kfac_cannot_represent_is_named_and_can_be_frozen():
-    net = mixed()
-    names = ["free", "1.weight", "1.bias"]
-    assert unsupported_parameters(net) == names
-    with pytest.raises(ValueError, match=r"'1' \(BatchNorm2d\).*freeze_unsupported"):
-        check_supported(net)
-    with pytest.raises(ValueError, match=r"1.weight \(BatchNorm2d\).*requires_grad_\(False\)"):
+def test_a_parameter_of_unlike_layers_has_no_owner():
+    net = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+    net[1].bias = net[0].bias
+    with pytest.raises(ValueError, match=r"0.bias \(LayerNorm, Linear\)"):
         owned_parameters(net)
-    assert freeze_unsupported(net) == ["free", "1"]
-    check_supported(net)
-    assert [p.name for p in owned_parameters(net)] == ["0.weight", "0.bias", "3.weight", "3.bias"]
-    assert [n for n, p in net.named_parameters() if not p.requires_grad] == names
+    assert [p.scales for p in owned_parameters(nn.LayerNorm(2))] == [True, True]
 
 
-def test_shared_weights_and_attention_are_unsupported_for_whole_backends():
-    assert unsupported_parameters(tied()) == ["0.weight"]
-    attention = nn.MultiheadAttention(4, 2)
-    assert "out_proj.weight" in unsupported_parameters(attention)  # used without its module
-    assert kfac_layers(attention) == {}
-    with pytest.raises(ValueError, match="trainable Conv2d or Linear layer, got none among"):
-        check_supported(nn.Sequential(nn.Conv1d(1, 1, 1)), (nn.Linear, nn.Conv2d))
+def test_transposed_weights_are_those_of_conv1d():
+    net = nn.Sequential(nn.Linear(3, 3), Conv1D(2, 3))
+    assert transposed_parameters(net, net.parameters()) == [False, False, True, False]
+    assert not is_supported_layer(net[1], KFAC_TYPES)  # no other backend knows it
 
 
 def test_a_weight_that_is_a_bias_elsewhere_has_no_role():
@@ -95,5 +79,6 @@ def test_ordinary_layers_compute_no_more_than_their_class():
     replaced = nn.Linear(2, 1)
     replaced.forward = lambda x: x
     ordinary = [nn.Linear(2, 1), nn.Conv2d(1, 1, 1), Renamed(1, 1, 1)]
+    ordinary += [nn.LayerNorm(2), nn.BatchNorm2d(2), Conv1D(2, 3)]
     others = [Scaled(2, 1), Other(1, 1, 1), replaced, nn.Conv1d(1, 1, 1), nn.Tanh()]
     assert all(map(is_ordinary, ordinary)) and not any(map(is_ordinary, others))

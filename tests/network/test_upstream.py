@@ -14,7 +14,6 @@ from laplace_debias.network.upstream import (
     device_of,
     dtype_of,
     feature_extractor,
-    find_last_layer,
     hessian_factor,
     is_last_layer,
     kron_of,
@@ -68,8 +67,6 @@ def test_last_layers():
     unknown = Laplace(net(), "regression", "last_layer", "kron")
     with pytest.raises(ValueError, match="knows its last layer.*Remedy"):
         last_layer_of(unknown.model)
-    find_last_layer(unknown, (torch.zeros(2, 3).double(), torch.zeros(2, 2)))
-    assert last_layer_of(unknown.model) is unknown.model.model[2]
 
 
 def test_parameters_of_the_blocks():

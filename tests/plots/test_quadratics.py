@@ -13,9 +13,6 @@ from laplace_debias.plots import quadratics as plots  # noqa: E402
 from laplace_debias.quadratics import (  # noqa: E402
     Quadratic,
     TrajectoryMetrics,
-    bias_by_batch_size,
-    bias_over_training,
-    curvature_bias_report,
     directional_bias,
     overlap_study,
     partition,
@@ -68,25 +65,6 @@ def test_overlaps_are_drawn_in_decades(problem):
     assert images[0].get_clim() == (-8, 0)
 
 
-def test_a_panel_per_batch_size(problem):
-    model, loss, batches = problem
-    data = tuple(torch.cat(part) for part in zip(*batches, strict=True))
-    study = bias_by_batch_size(model, loss, data, batch_sizes=(4, 8), k=2, l2=0.1)
-    figure = plots.plot_batch_sizes(study)
-    assert [axis.get_title() for axis in figure.axes] == ["batch size 4", "batch size 8"]
-    assert_shown(study.results[1].same("curvatures")[0], figure.axes[1])
-
-
-def test_a_series_shows_medians(problem):
-    model, loss, batches = problem
-    data = tuple(torch.cat(part) for part in zip(*batches, strict=True))
-    states = {epoch: model.state_dict() for epoch in (1, 10)}
-    series = bias_over_training(model, states, loss, data, batch_size=8, k=2, draws=2, l2=0.1)
-    figure = plots.plot_series(series, kinds=("curvatures",))
-    assert_shown(series.percentiles("curvatures")[..., 1], figure.axes[0])
-    assert figure.axes[0].get_xscale() == figure.axes[0].get_yscale() == "log"
-
-
 def test_planes_share_their_heights(problem):
     model, loss, batches = problem
     full = Quadratic(model, loss, batches, l2=0.1)
@@ -101,16 +79,6 @@ def test_planes_share_their_heights(problem):
     for axis in figure.axes:
         levels = [c.levels for c in axis.collections if hasattr(c, "levels")]
         assert len(levels) == 2 and np.array_equal(levels[0], levels[1]) and len(levels[0]) == 4
-
-
-def test_the_report_shows_both_estimates(problem):
-    model, loss, batches = problem
-    data = tuple(torch.cat(part) for part in zip(*batches, strict=True))
-    report = curvature_bias_report(model, loss, data, batch_sizes=(4, 8), k=2, l2=0.1)
-    (axis,) = plots.plot_report(report).axes
-    for estimate in ("same", "other"):
-        assert_shown(report.overestimation(estimate), axis)
-        assert_shown(report.overestimation(estimate, top=1), axis)
 
 
 def test_runs_are_marked_where_they_are_best():

@@ -172,6 +172,18 @@ def test_padded_mini_batches_of_unequal_length_in_a_stream(lengths):
     la.fit(iter(batches), n_data=24)
     probabilities = la(batches[1][0])
     assert probabilities.shape == (6, 4) and torch.isfinite(probabilities).all()
+    # the whole pool gives the loss, the output layer's B, and A as a mean over all its rows
+    model = cases.TOKENS.model().eval()
+    f = torch.cat([model(X).detach() for X, _ in batches])
+    y = torch.cat([y for _, y in batches])
+    torch.testing.assert_close(la.loss, nn.functional.cross_entropy(f, y, reduction="sum"))
+    p = f.softmax(-1)
+    hessian = torch.diag(p.sum(0)) - p.T @ p
+    names = dict(zip(la.parameter_names, la.H.eigenvalues, strict=True))
+    lam = torch.linalg.eigvalsh(hessian).clamp(min=0)
+    torch.testing.assert_close(names["head.bias"][0], lam, rtol=1e-8, atol=1e-10)
+    rows = torch.cat([X.flatten(0, 1) for X, _ in batches])
+    torch.testing.assert_close(names["embed.weight"][1].sum(), rows.square().sum() / len(rows))
 
 
 @SUBSETS

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from laplace_debias import Laplace, freeze_unsupported
-from laplace_debias.network.ownership import unsupported_parameters
+from laplace_debias.network.freezing import unsupported_parameters
 from tests import cases
 from tests.cases import MLP, MLP_REGRESSION, loader
 
@@ -175,8 +175,8 @@ def test_batches_that_are_no_pairs():
 
 
 def test_no_supported_layer():
-    model = nn.Sequential(nn.LayerNorm(3), nn.Flatten())
-    with says("trainable Conv1d, Conv2d, Conv3d or Linear layer, got none .*LayerNorm"):
+    model = nn.Sequential(nn.PReLU(3), nn.Flatten())
+    with says("trainable Conv1d, Conv2d, Conv3d, Linear or normalisation layer, got none .*PReLU"):
         Laplace(model, "classification", "all", "kron", debias=True)
 
 
@@ -204,15 +204,16 @@ class Zoo(nn.Module):
 def test_unsupported_layers_are_listed_and_can_be_frozen():
     model = Zoo().double()
     with says(
-        r"'token' \(Parameter\), 'embedding' \(Embedding\), 'norm' \(LayerNorm\), "
+        r"'token' \(Parameter\), 'embedding' \(Embedding\), "
         r"'attention' \(MultiheadAttention\).*'tied' \(Linear with a shared weight\)"
     ):
         Laplace(model, "classification", "all", "kron", debias=True)
-    names = freeze_unsupported(model)
-    assert {"token", "embedding", "norm", "attention", "attention.out_proj", "tied"} < set(names)
-    assert unsupported_parameters(model) == [] and freeze_unsupported(model) == []
+    names = freeze_unsupported(model).layers
+    assert {"token", "embedding", "attention", "attention.out_proj", "tied"} < set(names)
+    assert unsupported_parameters(model) == [] and freeze_unsupported(model).layers == ()
     trainable = [n for n, p in model.named_parameters() if p.requires_grad]
-    assert trainable == ["normed.bias", "tied.bias", "twin.bias", "head.weight", "head.bias"]
+    norm = ["norm.weight", "norm.bias"]
+    assert trainable == [*norm, "normed.bias", "tied.bias", "twin.bias", "head.weight", "head.bias"]
     model.normed.requires_grad_(False)
     la = Laplace(model, "classification", "all", "kron", debias=True)
     ids = torch.arange(30).reshape(10, 3) % 7
@@ -285,13 +286,13 @@ def test_scales_must_be_positive(subset):
 
 def test_things_that_are_no_tensors():
     X, y = MLP.data(6)
-    with says("inputs of a mini-batch as a tensor or a mapping, got ndarray"):
+    with says("inputs of a mini-batch as a tensor, a mapping or a tuple, got ndarray"):
         make().fit([(X.numpy(), y.numpy())] * 2, n_data=20)
     la = make()
     with says("loader of mini-batches, got the dataset TensorDataset"):
         la.fit(TensorDataset(X, y))
     la.fit((X, y), curvature_loader=MLP.data(6, 2), n_data=20)
-    with says("inputs as a tensor or a mapping, got ndarray"):
+    with says("inputs as a tensor, a mapping or a tuple, got ndarray"):
         la(X.numpy())
 
 
@@ -307,8 +308,8 @@ def test_models_that_return_no_tensor():
             self.layer = nn.Linear(3, 4)
 
         def forward(self, x):
-            return self.layer(x), x
+            return {"scores": self.layer(x)}
 
     la = Laplace(Pair().double(), "classification", "all", "kron", debias=True)
-    with says("model output of shape .n, C., got tuple"):
+    with says("returns a tensor, something with `logits`.*got dict with the entries"):
         la.fit(MLP.data(6), curvature_loader=MLP.data(6, 2), n_data=20)

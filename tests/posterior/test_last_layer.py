@@ -85,3 +85,19 @@ def test_hooks_do_not_stay_when_the_search_raises():
     with pytest.raises(RuntimeError, match="no"):
         la.fit(data)
     assert not any(m._forward_hooks for m in la.model.modules())
+
+
+def test_the_prior_of_each_parameter_from_one_of_each_tensor():
+    la = Laplace(cases.MLP.model(), "classification", "last_layer", "kron", debias="single")
+    la.fit(cases.MLP.data(12), n_data=12)
+    la.prior_precision = 3.0
+    assert la.prior_precision_diag.tolist() == [3.0] * 24
+    la.prior_precision = torch.tensor([2.0, 5.0], dtype=torch.float64)
+    assert la.prior_precision_diag.tolist() == [2.0] * 20 + [5.0] * 4
+    (W, b), H = la.model.last_layer.parameters(), la.H.to_matrix()
+    scatter = 2.0 * W.square().sum() + 5.0 * b.square().sum()
+    logdet = torch.logdet(H + torch.diag(la.prior_precision_diag))
+    ratio = logdet - torch.tensor(2.0).log() * 20 - torch.tensor(5.0).log() * 4
+    torch.testing.assert_close(
+        la.log_marginal_likelihood(), -la.loss - 0.5 * (ratio + scatter), rtol=1e-6, atol=0
+    )

@@ -103,3 +103,18 @@ def test_other_weights_warn():
     other = Laplace(cases.MLP.model(1), "classification", "all", "kron", debias=True)
     with pytest.warns(UserWarning, match="weights differ"):
         other.load_state_dict(saved(la))
+
+
+def test_what_a_posterior_was_set_to_comes_from_its_state():
+    case = cases.MLP_REGRESSION
+    la = Laplace(case.model(), case.likelihood, "all", "kron", debias="single")
+    la.fit(case.data(9), n_data=50)
+    la.prior_precision, la.sigma_noise, la.temperature, la.prior_mean = 3.0, 0.4, 0.25, 0.7
+    again = Laplace(case.model(), case.likelihood, "all", "kron", debias="single")
+    again.load_state_dict(saved(la))
+    assert float(again.temperature) == 0.25 and float(again.sigma_noise) == 0.4
+    assert float(again.prior_mean) == 0.7
+    X = case.data(4, 3)[0]
+    for one, other in zip(la(X), again(X), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(la.log_marginal_likelihood(), again.log_marginal_likelihood())

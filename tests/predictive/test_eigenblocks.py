@@ -92,3 +92,22 @@ def test_blocks_must_fit_the_parameters():
     la.params = [p for p in la.model.parameters() if p.requires_grad]
     with pytest.raises(ValueError, match=r"per parameter tensor \(5\), got 6"):
         eigen_blocks(la, torch.ones(1, 5), 2**20)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_curvature_that_has_an_offset_already_keeps_it(layerwise):
+    """laplace-torch's decompositions carry deltas of their own once a prior was added to them."""
+    la, _ = build(STRUCTURED["mlp"]())
+    params, deltas = list(la.params), torch.tensor([[0.3] * 4, [2.0, 1.0, 4.0, 3.0]])
+    offset = torch.tensor([0.5, 1.5, 2.5, 3.5]) if layerwise else torch.tensor(0.7)
+    sizes = torch.tensor([p.numel() for p in params])
+    expected = [
+        dense_precision(la, params, delta) + torch.diag(offset.expand(4).repeat_interleave(sizes))
+        for delta in deltas
+    ]
+    la.H = la.H + offset
+    blocks = eigen_blocks(la, deltas, memory_budget=2**20)
+    for k in range(2):
+        torch.testing.assert_close(
+            torch.block_diag(*(dense_block(block, k) for block in blocks)), expected[k], **EXACT
+        )

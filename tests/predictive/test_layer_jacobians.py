@@ -11,6 +11,7 @@ from laplace_debias.predictive.eigenblocks import eigen_blocks
 from laplace_debias.predictive.layer_jacobians import LayerJacobians
 from tests.cases_predictive import FALLBACK, STRUCTURED
 from tests.fitted_predictive import EXACT, build, double_precision  # noqa: F401
+from tests.network.test_check import routed
 from tests.oracles_predictive import dense_covariance, random_laplace
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -111,3 +112,67 @@ def test_results_can_be_differentiated_in_the_inputs():
     torch.testing.assert_close(
         (gradient * step).sum(), (values[0] - values[1]) / 2, rtol=1e-6, atol=1e-13
     )
+
+
+class Elsewhere(nn.Module):
+    """A layer that sees positions before data, or data in another order."""
+
+    def __init__(self, kind):
+        """Choose."""
+        super().__init__()
+        self.kind, self.lin, self.head = kind, nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        """Map ``[n, 5, 3]`` to ``[n, 2]``."""
+        if self.kind == "merged":
+            h = self.lin(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (5, -1)).transpose(0, 1)
+        else:
+            order = x[:, 0, 0].argsort(descending=True)
+            h = self.lin(x[order])[order.argsort()]
+        return self.head(torch.tanh(h).mean(1))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("kind", "verify"), [("merged", False), ("sorted", True)])
+def test_rows_of_other_data_take_the_slow_exact_way(n, kind, verify):
+    la, _ = build((Elsewhere(kind), (5, 3)), n)
+    x = torch.randn(n, 5, 3)
+    x[:, 0, 0] = torch.arange(n)  # the order is another one
+    with pytest.warns(UserWarning, match="exact but slow"):
+        _, (moments,), _ = contracted(la, x, "joint", [la], torch.ones(1, 4), verify=verify)
+    expected = dense_covariance(la, x, 1.0).reshape(2 * n, 2 * n)
+    torch.testing.assert_close(moments[..., 0], expected, **EXACT)
+
+
+def test_one_parameter_without_any_influence_has_no_variance():
+    model = STRUCTURED["only the unused layer"]()[0]
+    model.spare.bias.requires_grad_(False)
+    la, x = build((model, (4,)))
+    _, (moments,), _ = contracted(la, x, "variance", [la], torch.ones(3, 1))
+    assert moments.shape == (5, 3, 3) and not moments.any()
+
+
+def test_jacobians_that_have_to_be_formed_count_as_memory():
+    """Merged data are taken apart one by one if there are several, not if there is one."""
+    la, x = build((Elsewhere("merged"), (5, 3)), 3)
+    blocks = eigen_blocks(la, torch.ones(1, 4), 2**29)
+    layers = LayerJacobians(la.model, blocks, "input_ids", verify=False)
+    with differentiable(la.model, la.params):
+        several, one = layers.prepare(x), layers.prepare(x[:1])
+    assert several - one == 2 * 2 * (12 + 4) * 8  # J and its rotation, two outputs, layer `lin`
+
+
+def test_two_data_of_which_a_layer_sees_one():
+    """After two that a layer saw both: what is known of its dimensions does not hold for these."""
+    model, x = routed(), torch.randn(4, 3)
+    x[:, 0] = torch.tensor([-1.0, -2.0, -1.0, 2.0])
+    la = random_laplace(model, 3)
+    blocks = eigen_blocks(la, torch.ones(1, 6), 2**29)
+    layers = LayerJacobians(model, blocks, "input_ids", verify=False)
+    with differentiable(model, la.params), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for part in (x[:2], x[2:]):
+            layers.prepare(part)
+            _, (moments,) = layers.contract(part, "joint", [blocks])
+            expected = dense_covariance(la, part, 1.0).reshape(6, 6)
+            torch.testing.assert_close(moments[..., 0], expected, **EXACT)

@@ -138,3 +138,12 @@ def test_root_of_singular_and_nan_covariances():
     L = root(singular)
     torch.testing.assert_close(L @ L.mT, singular)
     assert root(torch.full((1, 2, 2), math.nan)).isnan().any()
+
+
+def test_the_root_of_a_regular_covariance_is_its_cholesky_factor():
+    """And so draws of one seed stay what they were beside a singular covariance."""
+    A = torch.randn(3, 3, generator=torch.Generator().manual_seed(0)).double()
+    regular, singular = A @ A.T, torch.ones(3, 3).double()
+    L = root(torch.stack([regular, singular]))
+    assert torch.equal(L[0], torch.linalg.cholesky(regular))
+    torch.testing.assert_close(L[1] @ L[1].T, singular, atol=1e-7, rtol=0)

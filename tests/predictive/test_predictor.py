@@ -13,6 +13,7 @@ from laplace.curvature import AsdlGGN, CurvlinopsGGN
 from laplace.lllaplace import KronLLLaplace
 from torch import nn
 
+from laplace_debias.network.preserve import differentiable
 from laplace_debias.predictive import contractions
 from laplace_debias.predictive.predictor import (
     StructuredPredictor,
@@ -202,3 +203,39 @@ def test_any_number_of_prior_precisions_agrees_with_one_at_a_time(name, k):
         for delta, moments in zip(deltas, got, strict=True):
             want = linearized_predictive(la, x, float(delta), diagonal_output=diagonal).covariance
             torch.testing.assert_close(moments, want, **EXACT)
+
+
+def test_sampled_variances_are_the_diagonal_of_sampled_covariances():
+    la, x = fitted_cnn()
+    one, two = (
+        linearized_predictive(
+            la, x, [0.5, 5.0], method="samples", n_samples=9, diagonal_output=diagonal,
+            generator=torch.Generator().manual_seed(0),
+        ).covariance
+        for diagonal in (True, False)
+    )  # fmt: skip
+    torch.testing.assert_close(one, two.diagonal(dim1=-2, dim2=-1), **EXACT)
+
+
+@pytest.mark.parametrize("n_at_once", [1, 2, 3])
+def test_chunks_stay_within_the_memory_budget(n_at_once):
+    la, x = fitted_cnn()
+    predictor = StructuredPredictor(la, [0.5])
+    with differentiable(la.model, predictor.params):
+        budget = n_at_once * predictor._layers.prepare(x)
+    sizes = []
+    predictor = StructuredPredictor(la, [0.5], budget)
+    handle = la.model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    predictor(x)
+    sizes.clear()  # of what looks at a few data first
+    predictor(x)
+    handle.remove()
+    assert sizes == [n_at_once] * (6 // n_at_once)
+
+
+@pytest.mark.parametrize(("diagonal", "most"), [(False, 4), (True, 2)])
+def test_samples_are_preferred_where_they_cost_less(diagonal, most):
+    """Three outputs, two priors: 4 C + k C passes (4 C for diagonals) against 2 k per sample."""
+    predictor = StructuredPredictor(fitted_cnn()[0], [0.5, 5.0])
+    assert predictor.prefers_samples(most, diagonal)
+    assert not predictor.prefers_samples(most + 1, diagonal)

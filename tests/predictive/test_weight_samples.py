@@ -101,3 +101,21 @@ def test_auto_takes_the_cheaper_way():
     assert linearized_predictive(la, x, method="auto", n_samples=2).method == "samples"
     ll, x = fitted_cnn(KronLLLaplace)
     assert linearized_predictive(ll, x, method="auto", n_samples=2).method == "exact"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("budget", [2**29, 2000, 1])  # all, three and one at once
+def test_samples_of_a_last_layer_do_not_depend_on_the_chunks(bias, budget):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2, bias))
+    la = KronLLLaplace(net, "regression", last_layer_name="2")
+    x = torch.randn(5, 3)
+    la.fit(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x[:, :2]), 5))
+
+    def drawn(memory_budget):
+        predictor = StructuredPredictor(la, [0.5, 5.0], memory_budget)
+        return predictor.samples(x, 7, torch.Generator().manual_seed(1))[1]
+
+    assert drawn(budget).shape == (2, 7, 5, 2)
+    torch.testing.assert_close(drawn(budget), drawn(2**29), **EXACT)
+    assert StructuredPredictor(la, [0.5]).samples(x)[1].shape == (1, 100, 5, 2)

@@ -22,7 +22,7 @@ from laplace_debias.quadratics import (
     relative_biases,
     studies,
 )
-from tests.oracles_quadratics import book_cg, dense_ggn, dense_hessian, dense_kfac
+from tests.oracles_quadratics import book_cg, dense_ggn, dense_hessian
 from tests.quadratics.test_quadratic import make_classifier
 
 DENSE = {"ggn": dense_ggn, "hessian": dense_hessian}
@@ -98,20 +98,6 @@ def test_regression_to_the_mean_on_memorised_digits():
     assert abs((report.other / report.full).mean() - 1) <= 0.3
 
 
-def test_kfac_over_batch_sizes_matches_dense():
-    model, loss, X, y = make_classifier()
-    result = bias_by_batch_size(
-        model, loss, (X, y), batch_sizes=(4, 12), k=3, curvature="kfac", seed=3
-    )
-    for size, part in zip((4, 12), result.results, strict=True):
-        batches = partition((X, y), size, generator=torch.Generator().manual_seed(3))
-        K = [dense_kfac(model, batch[0]) for batch in batches]
-        U = torch.linalg.eigh(K[0]).eigenvectors.flip(1)[:, :3]
-        expected = torch.stack([(U * (k @ U)).sum(0) for k in K])
-        assert torch.allclose(part.curvatures[0], expected, rtol=1e-7)
-        assert part.batch_size == size and part.curvature == "kfac"
-
-
 def test_series_over_training_and_model_size():
     model, loss, X, y = make_classifier()
     state = {k: v.clone() for k, v in model.state_dict().items()}
@@ -173,10 +159,11 @@ def test_studies_resume(tmp_path, monkeypatch):
     folder = tmp_path / "study"
     first = directional_bias(model, loss, batches, k=3, chosen=(0, 1), folder=folder)
     calls = []
-    choose = bias.choose_directions
-    monkeypatch.setattr(bias, "choose_directions", lambda *a: calls.append(1) or choose(*a))
+    choose = bias.kept_directions
+    monkeypatch.setattr(bias, "kept_directions", lambda *a, **k: calls.append(1) or choose(*a, **k))
     again = directional_bias(model, loss, batches, k=3, chosen=(0, 1, 2), folder=folder)
     assert len(calls) == 1  # only the third mini-batch was left
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == []
     assert torch.equal(again.curvatures[:2], first.curvatures)
     with pytest.raises(ValueError, match="options.k: 3 there, 2 now.*Remedy: use another folder"):
         directional_bias(model, loss, batches, k=2, folder=folder)
@@ -193,6 +180,51 @@ def test_studies_resume(tmp_path, monkeypatch):
 
     monkeypatch.setattr(studies, "relative_biases", again)
     equal_results(bias_by_model_size({"a": model}, loss, (X, y), **options), one)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_study_goes_on_within_a_mini_batch(tmp_path, monkeypatch, shared):
+    model, loss, X, y = make_classifier()
+    batches = partition((X, y), 8)
+    plain = {"k": 3, "chosen": (0, 1), "l2": 0.1, "solver_options": {"block_size": 1}}
+    options = {**plain, "folder": tmp_path / "study"}
+    if shared:
+        options["directions_folder"] = tmp_path / "directions"
+    expected = directional_bias(model, loss, batches, **plain)
+    product, restrict = Quadratic.__matmul__, Quadratic.restrict
+    calls = {"products": 0, "restrictions": 0}
+    most = {"products": 5, "restrictions": 2}
+
+    def count(name):
+        if calls[name] == most[name]:
+            raise InterruptedError
+        calls[name] += 1
+
+    monkeypatch.setattr(Quadratic, "__matmul__", lambda q, V: count("products") or product(q, V))
+    monkeypatch.setattr(Quadratic, "restrict", lambda q, D: count("restrictions") or restrict(q, D))
+    with pytest.raises(InterruptedError):
+        directional_bias(model, loss, batches, **options)
+    assert calls == {"products": 5, "restrictions": 0}  # in the midst of the first eigenvectors
+    most["products"] = 1_000
+    with pytest.raises(InterruptedError):
+        directional_bias(model, loss, batches, **options)
+    assert calls["products"] > 5 and calls["restrictions"] == 2  # two mini-batches were measured
+    most["restrictions"] = 6  # of two times three
+    result = directional_bias(model, loss, batches, **options)
+    assert calls["restrictions"] == 6
+    equal_results(result, expected)
+    made, calls["products"], calls["restrictions"] = calls["products"], 0, 0
+    directional_bias(model, loss, batches, **plain)
+    assert made == calls["products"]  # though interrupted twice, it made no product twice
+    folders = {path.name for path in tmp_path.glob("*/*") if path.is_dir()}
+    assert folders == ({"eigenvectors of 0", "eigenvectors of 1"} if shared else set())
+    if shared:
+        kept = {name: options[name] for name in ("k", "l2", "solver_options", "directions_folder")}
+        calls["products"] = 0
+        overlaps = overlap_study(model, loss, batches[:2], **kept)
+        assert calls["products"] == 0  # the eigenvectors were there
+        del kept["directions_folder"]
+        equal_results(overlaps, overlap_study(model, loss, batches[:2], **kept))
 
 
 def test_bad_input():

@@ -72,3 +72,13 @@ def test_bad_input():
         curvature_bias_report(model, loss, (X, y), batch_sizes=(4,), draws=0)
     with pytest.raises(ValueError, match="'same' or 'other'"):
         made_report([1.0, 1.0, 1.0]).overestimation("full")
+
+
+def test_every_draw_and_seed_has_its_own_data():
+    model, loss, X, y = make_classifier()
+    reports = [
+        curvature_bias_report(model, loss, (X, y), batch_sizes=(6,), k=2, draws=3, seed=seed)
+        for seed in (0, 100)
+    ]
+    curvatures = torch.cat([report.same[0] for report in reports])  # [6, 2]
+    assert len(curvatures.unique(dim=0)) == 6

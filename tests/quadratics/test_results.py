@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from laplace_debias.debias.bias import curvature_bias
+from laplace_debias.quadratics.batch_sizes import BatchSizeBias
 from laplace_debias.quadratics.bias import DirectionalBias
 from laplace_debias.quadratics.overlaps import EigenspaceOverlaps
 from laplace_debias.quadratics.report import CurvatureBiasReport
-from laplace_debias.quadratics.studies import BatchSizeBias, BiasSeries
+from laplace_debias.quadratics.studies import BiasSeries
 from laplace_debias.quadratics.trajectory import TrajectoryMetrics
 
 SHAPE = (2, 3, 4)

@@ -1,0 +1,82 @@
+r"""The exact block of a scale or shift: one factor, from the gradients of whole data.
+
+A normalisation computes :math:`s_{nt} = \gamma \hat x_{nt} + \beta`. With a backward vector
+:math:`v_{nk}` of datum n and :math:`g_{nkt}` its gradient at position t,
+
+.. math:: B_\gamma = \sum_n \sum_k r_{nk} r_{nk}^\top, \quad r_{nk} = \sum_t g_{nkt} \hat x_{nt},
+          \qquad B_\beta = \sum_n \sum_k r_{nk} r_{nk}^\top, \quad r_{nk} = \sum_t g_{nkt},
+
+is the block of the generalised Gauss-Newton matrix itself: no factorisation is needed, because the
+parameter has few entries. The calls of all layers that share it add up before the outer product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.kfac.grams import add_gram_, check_datum, mirror_
+from laplace_debias.network.layers import norm_gradients
+from laplace_debias.network.ownership import OwnedParameter
+
+__all__ = ["NormGram"]
+
+
+class NormGram:
+    """Accumulates the block of one scale or shift over backward vectors.
+
+    Args:
+        parameter: The parameter, of one or several normalisations.
+        like: A tensor whose device the sums live on, and whose type decides theirs.
+
+    Example:
+        >>> layer = nn.LayerNorm(2)
+        >>> gram = NormGram(OwnedParameter("bias", "bias", (layer,)), torch.empty(0))
+        >>> _ = gram.add({layer: [torch.ones(3, 5, 2)]}, {}, n=3)
+        >>> gram.result()
+        tensor([[75., 75.], [75., 75.]])
+    """
+
+    def __init__(self, parameter: OwnedParameter, like: Tensor) -> None:
+        self.parameter = parameter
+        d = parameter.layers[0].get_parameter(parameter.role).numel()
+        self._sum = like.new_zeros(d, d, dtype=torch.promote_types(like.dtype, torch.float32))
+
+    def add(
+        self,
+        gradients: Mapping[nn.Module, Sequence[Tensor | None]],
+        x_hats: Mapping[nn.Module, Sequence[Tensor]],
+        n: int,
+    ) -> Tensor | None:
+        """Add the gradients of one vector.
+
+        Args:
+            gradients: One gradient for each call of each layer, ``None`` where there is none.
+            x_hats: For a scale, what was scaled in each of these calls.
+            n: Number of data.
+
+        Returns:
+            The rows ``[n, d]`` that were added, if any.
+
+        Raises:
+            ValueError: If the first dimension of a call does not run over the data.
+        """
+        name, role, layers = self.parameter
+        total: Tensor | None = None
+        for layer in layers:
+            for i, g in enumerate(gradients[layer]):
+                if g is None:
+                    continue
+                check_datum(len(g), n, name)
+                x_hat = x_hats[layer][i].to(self._sum.dtype) if role == "weight" else None
+                rows = norm_gradients(layer, role, g.to(self._sum.dtype), x_hat)
+                total = rows if total is None else total + rows
+        if total is not None:
+            add_gram_(self._sum, total)
+        return total
+
+    def result(self) -> Tensor:
+        """The block ``[d, d]``."""
+        return mirror_(self._sum)

@@ -1,0 +1,152 @@
+"""ONE place where the network is called: inputs as people have them, and the tensor of outputs.
+
+A tensor is the network's one argument, a tuple or list its positional arguments. A mapping is its
+keyword arguments where ``forward`` names its entries, as the models of ``transformers`` do;
+otherwise it is the one argument, as laplace-torch has it. What comes back is a tensor, or holds
+one: the attribute (or entry) ``logits``, or the first item of a tuple.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+from laplace.utils import FeatureExtractor
+from torch import Tensor, nn
+
+from laplace_debias.data.inputs import Inputs
+
+__all__ = ["OutputPicker", "call_model", "pick_tensor", "wants_keywords"]
+
+TARGETS = "labels"
+"""The entry of a mapping that no network gets as a keyword: it would compute its loss with it."""
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class OutputPicker(nn.Module):
+    """A network whose output tensor is picked by a function of the user's.
+
+    Args:
+        model: The network.
+        pick: Gives the tensor of outputs, from whatever the network returns.
+
+    Example:
+        >>> import torch
+        >>> class Two(nn.Module):
+        ...     def forward(self, x):
+        ...         return {"features": x, "scores": 2 * x}
+        >>> call_model(OutputPicker(Two(), lambda out: out["scores"]), torch.ones(1, 1))
+        tensor([[2.]])
+    """
+
+    def __init__(self, model: nn.Module, pick: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        if not callable(pick):
+            raise ValueError(
+                "Expected `output` to be a function of what the model returns, got "
+                f"{type(pick).__name__}. Remedy: e.g. `output=lambda out: out['scores']`."
+            )
+        self.model, self.pick = model, pick
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The picked tensor."""
+        return self.pick(self.model(*args, **kwargs))
+
+
+def call_model(model: nn.Module, x: Inputs, **kwargs: Any) -> Tensor:
+    """Run a network on inputs of any form, and pick the tensor of its outputs.
+
+    Args:
+        model: The network.
+        x: A tensor, a tuple or list of positional arguments, or a mapping.
+        **kwargs: Further arguments of its forward pass.
+
+    Returns:
+        Its outputs.
+
+    Raises:
+        ValueError: If no tensor can be told from what it returns.
+
+    Example:
+        >>> import torch
+        >>> bilinear = nn.Bilinear(2, 3, 1)
+        >>> call_model(bilinear, (torch.ones(5, 2), torch.ones(5, 3))).shape
+        torch.Size([5, 1])
+        >>> call_model(bilinear, {"input1": torch.ones(5, 2), "input2": torch.ones(5, 3)}).shape
+        torch.Size([5, 1])
+    """
+    if isinstance(x, (tuple, list)):
+        return pick_tensor(model(*x, **kwargs))
+    if isinstance(x, MutableMapping) and wants_keywords(model, x):
+        names = _parameters_of(model)
+        listed = {name for name, p in names.items() if p.kind in _NAMED}
+        given = {k: v for k, v in x.items() if k != TARGETS and (k in listed or not listed)}
+        return pick_tensor(model(**given, **kwargs))
+    return pick_tensor(model(x, **kwargs))
+
+
+def wants_keywords(model: nn.Module, x: Mapping[str, Any]) -> bool:
+    """Whether a network takes the entries of a mapping as keywords.
+
+    Args:
+        model: The network.
+        x: The mapping.
+
+    Returns:
+        True if its ``forward`` has more than one parameter and names an entry of the mapping, or
+        takes keywords of any name and nothing else by name. A ``forward`` of one parameter takes
+        the mapping itself, whatever that parameter is called.
+
+    Example:
+        >>> wants_keywords(nn.Bilinear(1, 1, 1), {"input1": 0}), wants_keywords(nn.Tanh(), {"x": 0})
+        (True, False)
+    """
+    parameters = _parameters_of(model)
+    named = [name for name, p in parameters.items() if p.kind in _NAMED]
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if not named:
+        return open_ended
+    return (len(named) > 1 or open_ended) and any(name in x for name in named if name != TARGETS)
+
+
+def _parameters_of(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The arguments of a network's forward pass."""
+    while isinstance(model, OutputPicker | FeatureExtractor):
+        model = model.model
+    return inspect.signature(model.forward).parameters
+
+
+def pick_tensor(output: Any) -> Tensor:
+    """The tensor of outputs in what a network returns.
+
+    Args:
+        output: A tensor; or something with ``logits``; or a tuple whose first item is a tensor.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        ValueError: For anything else.
+
+    Example:
+        >>> import torch
+        >>> pick_tensor((torch.ones(1), "attention")), pick_tensor({"logits": torch.zeros(1)})
+        (tensor([1.]), tensor([0.]))
+    """
+    if isinstance(output, Tensor):
+        return output
+    logits = output.get("logits") if isinstance(output, Mapping) else None
+    logits = getattr(output, "logits", None) if logits is None else logits
+    if isinstance(logits, Tensor):
+        return logits
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+        return output[0]
+    got = type(output).__name__
+    if isinstance(output, Mapping):
+        got += f" with the entries {sorted(map(str, output))}"
+    raise ValueError(
+        "Expected a model that returns a tensor, something with `logits`, or a tuple whose first "
+        f"item is a tensor, got {got}. Remedy: name it, "
+        "`Laplace(model, ..., output=lambda out: out[...])`."
+    )

@@ -1,0 +1,142 @@
+r"""The loss people really trained with: class weights, label smoothing, one noise per output.
+
+Class weights :math:`w` and label smoothing :math:`\epsilon` make a soft target of a label,
+:math:`t_c = w_c \left((1 - \epsilon) y_c + \epsilon / C\right)`, and the loss
+:math:`-\sum_c t_c \log p_c`, as ``torch.nn.CrossEntropyLoss`` has it. Its Hessian is that of the
+plain cross-entropy times :math:`\sum_c t_c`: label smoothing alone changes no curvature, class
+weights count a datum more or less. A noise :math:`\sigma_c` of each output makes a regression one
+of :math:`f_c / \sigma_c`, with the Hessian :math:`\mathrm{diag}(1 / \sigma_c^2)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["Objective", "objective_of"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the loss of the training differs in from the plain one.
+
+    Attributes:
+        class_weights: Weight ``[C]`` of each class.
+        label_smoothing: Share of a label that is spread over all classes.
+        output_noise: Standard deviation ``[C]`` of the noise of each output of a regression.
+    """
+
+    class_weights: Tensor | None = None
+    label_smoothing: float = 0.0
+    output_noise: Tensor | None = None
+
+    def targets(self, y: Tensor, C: int) -> tuple[Tensor, Tensor | None]:
+        """Class probabilities that stand for labels, and how much each datum counts.
+
+        Args:
+            y: Class indices ``[n]``, or class probabilities ``[n, C]``.
+            C: Number of classes.
+
+        Returns:
+            Targets that sum to one, and the weights ``[n]``; ``None`` if all count one.
+
+        Raises:
+            ValueError: If there is not one weight for each class.
+
+        Example:
+            >>> weighted = Objective(class_weights=torch.tensor([1.0, 3.0]))
+            >>> weighted.targets(torch.tensor([0, 1]), 2)
+            (tensor([[1., 0.], [0., 1.]]), tensor([1., 3.]))
+        """
+        if self.class_weights is None and not self.label_smoothing:
+            return y, None
+        w = torch.ones(C) if self.class_weights is None else self.class_weights
+        _check_length(w, C, "class_weights", "class")
+        w = w.to(y.device, y.dtype if y.is_floating_point() else w.dtype)
+        t = y if y.is_floating_point() else F.one_hot(y.long(), C).to(w)
+        t = w * ((1 - self.label_smoothing) * t + self.label_smoothing / C)
+        total = t.sum(-1)
+        share = t / total.clamp(min=torch.finfo(t.dtype).tiny).unsqueeze(-1)
+        return share, None if self.class_weights is None else total
+
+    def whitened(self, values: Tensor) -> Tensor:
+        """Outputs, targets or backward vectors of a regression in units of the noise.
+
+        Args:
+            values: ``[..., C]``.
+
+        Returns:
+            The same divided by the noise of each output.
+
+        Raises:
+            ValueError: If there is not one noise for each output.
+
+        Example:
+            >>> Objective(output_noise=torch.tensor([1.0, 2.0])).whitened(torch.ones(1, 2))
+            tensor([[1.0000, 0.5000]])
+        """
+        if self.output_noise is None:
+            return values
+        _check_length(self.output_noise, values.shape[-1], "sigma_noise", "output")
+        return values / self.output_noise.to(values)
+
+
+def objective_of(
+    likelihood: str, class_weights: Any, label_smoothing: float, output_noise: Tensor | None
+) -> Objective:
+    """Check the options of a training loss.
+
+    Args:
+        likelihood: ``"classification"``, ``"regression"`` or ``"bernoulli"``.
+        class_weights: One positive number per class, or ``None``.
+        label_smoothing: In ``[0, 1)``.
+        output_noise: One positive number per output of a regression, or ``None``.
+
+    Returns:
+        The objective.
+
+    Raises:
+        ValueError: If an option does not fit the likelihood, or is out of range.
+
+    Example:
+        >>> objective_of("classification", [1.0, 3.0], 0.1, None).class_weights
+        tensor([1., 3.])
+    """
+    weights = None if class_weights is None else torch.as_tensor(class_weights).detach().float()
+    if (weights is not None or label_smoothing) and likelihood != "classification":
+        raise ValueError(
+            "Expected `class_weights` and `label_smoothing` with likelihood='classification' "
+            f"only, got them with {likelihood!r}. Remedy: leave them out."
+        )
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(
+            f"Expected `label_smoothing` in [0, 1), got {label_smoothing}. Remedy: pass what "
+            "`nn.CrossEntropyLoss` was given."
+        )
+    if output_noise is not None and likelihood != "regression":
+        raise ValueError(
+            "Expected one `sigma_noise` per output with likelihood='regression' only, got "
+            f"{len(output_noise)} with {likelihood!r}. Remedy: leave it out."
+        )
+    for name, values in (("class_weights", weights), ("sigma_noise", output_noise)):
+        if values is not None and not (
+            values.ndim == 1 and bool((values.isfinite() & (values > 0)).all())
+        ):
+            raise ValueError(
+                f"Expected `{name}` as a vector of positive, finite numbers, got "
+                f"{values.tolist()}. Remedy: pass one for each output."
+            )
+    return Objective(weights, float(label_smoothing), output_noise)
+
+
+def _check_length(values: Tensor, C: int, name: str, each: str) -> None:
+    """Raise unless there is one value for each output."""
+    if len(values) != C:
+        raise ValueError(
+            f"Expected {C} numbers in `{name}`, one for each {each}, got {len(values)}. Remedy: "
+            f"pass one for each of the model's outputs."
+        )
