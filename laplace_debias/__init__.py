@@ -32,9 +32,12 @@ from laplace_debias.evaluation import (
     EvaluationError,
     RegressionReport,
     SweepResult,
+    TuningResult,
+    Uncertainty,
     default_grid,
     evaluate,
     sweep_prior_precision,
+    uncertainty,
 )
 from laplace_debias.kfac import HookEF, HookGGN
 from laplace_debias.network import (
@@ -75,12 +78,15 @@ __all__ = [
     "SweepResult",
     "default_grid",
     "prior_precision_from_weight_decay",
+    "TuningResult",
     # evaluation
     "evaluate",
     "CalibrationReport",
     "ClassificationReport",
     "RegressionReport",
     "EvaluationError",
+    "uncertainty",
+    "Uncertainty",
     "compare",
     "ComparisonResult",
     "CustomMethod",

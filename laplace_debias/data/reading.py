@@ -7,7 +7,6 @@ from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from laplace_debias.data.inputs import (
     INPUT_TYPES,
@@ -18,7 +17,8 @@ from laplace_debias.data.inputs import (
     take,
     tensors_of,
 )
-from laplace_debias.data.processes import is_main, processes
+from laplace_debias.data.processes import processes
+from laplace_debias.data.progress import bar
 from laplace_debias.data.shares import n_own
 
 __all__ = ["MissingKeyError", "as_batches", "on_device", "read", "unpack"]
@@ -41,6 +41,7 @@ def read(
     labelled: Literal[True] = True,
     name: str = "loader",
     progress: str | None = None,
+    progress_bar: bool | None = True,
 ) -> Iterator[Batch]: ...
 
 
@@ -53,6 +54,7 @@ def read(
     labelled: bool,
     name: str = "loader",
     progress: str | None = None,
+    progress_bar: bool | None = True,
 ) -> Iterator[tuple[Inputs, Tensor | None]]: ...
 
 
@@ -64,6 +66,7 @@ def read(
     labelled: bool = True,
     name: str = "loader",
     progress: str | None = None,
+    progress_bar: bool | None = True,
 ) -> Iterator[tuple[Inputs, Any]]:
     """Read inputs and targets, mini-batch by mini-batch, from anything that holds data.
 
@@ -77,6 +80,7 @@ def read(
         labelled: Whether every mini-batch must have targets; see :func:`unpack`.
         name: What error messages call the loader.
         progress: Title of a progress bar; none by default.
+        progress_bar: Whether to show it; ``None`` for slow loaders on a terminal only.
 
     Yields:
         ``(X, y)`` as :func:`unpack` gives them.
@@ -94,7 +98,7 @@ def read(
     """
     batches, empty = as_batches(loader, labelled=labelled, name=name), True
     left = n_own(loader)
-    for batch in tqdm(batches, progress, disable=progress is None or not is_main()):
+    for batch in bar(batches, progress, shown=False if progress is None else progress_bar):
         X, y = unpack(batch, device, key_y, labelled=labelled)
         n = size_of(X) if y is None else len(y)
         if n > left:

@@ -13,10 +13,10 @@ from itertools import chain
 from typing import Any, Protocol, cast
 
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from laplace_debias.data.inputs import Batch, Inputs
-from laplace_debias.data.processes import is_main, processes, together
+from laplace_debias.data.processes import processes, together
+from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import CURVATURES, DIRECTIONS, TrainingData
 from laplace_debias.debias.checkpoint import Checkpoint
 from laplace_debias.debias.spectrum import FitResult, check_finite, eigenbasis
@@ -25,7 +25,7 @@ from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Block, Factors
 from laplace_debias.kfac.sums import factors_of_all
 
-__all__ = ["FactorEngine", "fit_freeing", "of_all"]
+__all__ = ["FactorEngine", "fit_freeing", "n_batches", "of_all"]
 
 
 class FactorEngine(Protocol):
@@ -42,7 +42,7 @@ def fit_freeing(
     engine: FactorEngine,
     data: TrainingData,
     batches: Iterator[tuple[str, Batch]],
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     *,
     roles: tuple[str, ...],
     checkpoint: Checkpoint | None = None,
@@ -81,8 +81,8 @@ def fit_freeing(
     curvatures: Factors | None = kept.get("curvatures")
     basis = _Basis(*kept["basis"]) if kept.get("basis") else None
     later: list[Batch] = []
-    with tqdm(disable=not (progress_bar and is_main()), unit="batch") as bar:
-        bar.set_description(f"[K-FAC: {DIRECTIONS}]")
+    with bar(total=n_batches(data, roles), shown=progress_bar, unit="batch") as shown:
+        shown.set_description(f"[K-FAC: {DIRECTIONS}]")
         with together("its passes for the directions"):
             for role, (X, y) in batches:
                 if role != DIRECTIONS:
@@ -93,22 +93,38 @@ def fit_freeing(
                 del new
                 if checkpoint is not None:
                     checkpoint.processed(engine.cost, directions=directions[0])
-                bar.update()
+                shown.update()
         if basis is None:
             basis = _Basis.of(directions, data, engine.cost)
             if checkpoint is not None:
                 checkpoint.write(engine.cost, basis=basis.content())
         if CURVATURES not in roles:
             return basis.fit(data)
-        bar.set_description(f"[K-FAC: {CURVATURES}]")
+        shown.set_description(f"[K-FAC: {CURVATURES}]")
         with together("its passes for the curvatures"):
             for X, y in chain(later, (batch for _, batch in batches)):
                 rotated = cast(Engine, engine).factors(X, y, along=basis.Q)
                 curvatures = rotated if curvatures is None else curvatures + rotated
                 if checkpoint is not None:
                     checkpoint.processed(engine.cost, basis=basis.content(), curvatures=curvatures)
-                bar.update()
+                shown.update()
     return basis.fit(data, of_all(curvatures, CURVATURES, data))
+
+
+def n_batches(data: TrainingData, roles: tuple[str, ...]) -> int | None:
+    """Number of mini-batches that a fit is going to read, if it can be told.
+
+    Args:
+        data: The loaders.
+        roles: The roles they serve.
+
+    Example:
+        >>> import torch
+        >>> n_batches(TrainingData([], None, 9, torch.device("cpu")), (DIRECTIONS, CURVATURES))
+        2
+    """
+    first_two = CURVATURES in roles and data.curvature_loader is None
+    return 2 if first_two else data.n_batches()
 
 
 def of_all(factors: Factors | None, role: str, data: TrainingData) -> Factors:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from tqdm.auto import tqdm
 
-from laplace_debias.data.processes import is_main, processes, together, total
+from laplace_debias.data.processes import processes, together, total
+from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.options import CrossfitOptions
@@ -22,7 +22,7 @@ def fit_shared_folds(
     data: TrainingData,
     options: CrossfitOptions,
     *,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
 ) -> FitResult:
     """Cross-fit folds whose data lie with several processes.
 
@@ -61,17 +61,17 @@ def fit_shared_folds(
         )
     folds: list[Factors | None] = [None] * options.n_folds
     with (
-        tqdm(disable=not (progress_bar and is_main()), unit="batch") as bar,
+        bar(total=options.n_folds, shown=progress_bar, unit="batch") as shown,
         together("its passes for the folds"),
     ):
-        bar.set_description("[K-FAC: folds]")
+        shown.set_description("[K-FAC: folds]")
         batches = data.read()
         for k in range(options.n_folds):
             batch = next(batches, None)
             if batch is None:
                 break
             folds[k] = engine.factors(*batch)
-            bar.update()
+            shown.update()
     seen = total(sum(fold.n for fold in folds if fold is not None))
     summed = [fold for fold in (factors_of_all(f, data.device) for f in folds) if fold is not None]
     if len(summed) < options.n_folds:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tqdm.auto import tqdm
-
 from laplace_debias.data.inputs import Batch
-from laplace_debias.data.processes import is_main, together
+from laplace_debias.data.processes import together
+from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import CURVATURES, DIRECTIONS, TrainingData
 from laplace_debias.debias.checkpoint import Checkpoint
-from laplace_debias.debias.freeing import FactorEngine, fit_freeing, of_all
+from laplace_debias.debias.freeing import FactorEngine, fit_freeing, n_batches, of_all
 from laplace_debias.debias.spectrum import FitResult, decompose, rebuild, reevaluate
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors, merge
@@ -34,7 +33,7 @@ def fit_single(
     data: TrainingData,
     *,
     past: FitResult | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> FitResult:
     """Fit on all data of the loader, which give directions and curvatures alike.
@@ -77,7 +76,7 @@ def fit_two_batch(
     data: TrainingData,
     *,
     past: FitResult | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     keep_factors: bool = False,
     checkpoint: Checkpoint | None = None,
 ) -> FitResult:
@@ -185,18 +184,16 @@ def _accumulate(
     engine: FactorEngine,
     data: TrainingData,
     batches: Iterable[tuple[str, Batch]],
-    progress_bar: bool,
+    progress_bar: bool | None,
     roles: tuple[str, ...],
 ) -> dict[str, Factors]:
     """Factors of every role, added up over its mini-batches and over processes."""
     found: dict[str, Factors] = {}
-    with (
-        tqdm(disable=not (progress_bar and is_main()), unit="batch") as bar,
-        together("its passes"),
-    ):
+    total = n_batches(data, roles)
+    with bar(total=total, shown=progress_bar, unit="batch") as shown, together("its passes"):
         for role, (X, y) in batches:
-            bar.set_description(f"[K-FAC: {role}]")
+            shown.set_description(f"[K-FAC: {role}]")
             new = engine.factors(X, y)
             found[role] = found[role] + new if role in found else new
-            bar.update()
+            shown.update()
     return {role: of_all(found.get(role), role, data) for role in roles}

@@ -15,6 +15,7 @@ alone: the data worth backward passes for B need not be those that serve A.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -79,6 +80,8 @@ class Engine:
         params: Parameters that get a block; by default all that require a gradient.
         objective: Class weights, label smoothing or noises of the outputs, if there were any.
         cost: What all passes so far have cost.
+        exact_up_to: Most outputs for which ``fisher="exact"`` is kept; with more, one random vector
+            per datum takes the place of one per output, and a warning says so.
         reached: Parameters whose layers some datum has reached. A mini-batch that does not reach
             them tells that they have no curvature there; others are refused.
         draw_seed: Key the draws of ``fisher="mc"`` by this number and the datum instead of taking
@@ -108,6 +111,7 @@ class Engine:
     params: Iterable[Tensor] | None = None
     objective: Objective = field(default_factory=Objective)
     cost: FitCost = field(default_factory=FitCost)
+    exact_up_to: float = math.inf
     reached: set[str] = field(default_factory=set)
     draw_seed: int | None = None
     first_output: Tensor | None = None
@@ -221,8 +225,7 @@ class Engine:
                     white, y = self.objective.whitened(white), self.objective.whitened(y)
             n_vectors, B = 0, dict[str, Tensor]()
             if outputs:
-                V = self._backward_vectors(X, f.detach(), y, weights)
-                n_vectors, B = len(V), self._outputs(f, V, recorder, count_B, x_hats, Q)
+                n_vectors, B = self._outputs(f, X, y, weights, recorder, count_B, x_hats, Q)
         self.cost.forward += n
         self.cost.backward += n * n_vectors
         return Factors(
@@ -302,18 +305,41 @@ class Engine:
     def _outputs(
         self,
         f: Tensor,
-        V: Tensor,
+        X: Inputs,
+        y: Tensor | None,
+        weights: Tensor | None,
         recorder: Recorder,
         counters: list[RowCounter],
         x_hats: dict[nn.Module, list[Tensor]],
         Q: Mapping[str, Block],
-    ) -> dict[str, Tensor]:
-        """B of every parameter, or its curvatures along a basis."""
+    ) -> tuple[int, dict[str, Tensor]]:
+        """The number of backward vectors, and B of every parameter, or what it is along Q."""
+        known: dict[nn.Module, Tensor] = {}
+        if self._knows_hessian and not counters:  # at the output B needs no backward pass
+            ends = [
+                x
+                for x in self._layers
+                if is_kfac_layer(x) and [c.is_output(f) for c in recorder.calls[x]] == [True]
+            ]
+            if ends:
+                H = len(f) * mean_loss_hessian(f.detach(), self.likelihood, weights)
+                known = dict.fromkeys(ends, H.to(torch.promote_types(f.dtype, torch.float32)))
+
+        def along(M: Tensor, name: str) -> Tensor:
+            return curvature_along(M, Q[name][0].double()).clamp(min=0) if Q else M
+
+        layers = [layer for layer in self._layers if layer not in known]
+        if not layers:
+            return 0, {
+                p.name: _total([along(known[m], p.name) for m in p.layers]) for p in self.owned
+            }
+        self._choose_fisher(f.shape[1])
+        V = self._backward_vectors(X, f.detach(), y, weights)  # [k, n, C]
         owned = [p for p in self.owned if not p.scales]
-        names = {m: name for m, name in self._layer_names.items() if is_kfac_layer(m)}
+        names = {m: self._layer_names[m] for m in layers if is_kfac_layer(m)}
         grams = output_grams(owned, f, self.kfac_approx, names, Q)
         scales = {p.name: NormGram(p, f) for p in self.owned if p.scales}
-        calls = [call for layer in self._layers for call in recorder.calls[layer]]
+        calls = [call for layer in layers for call in recorder.calls[layer]]
         edges = [call.edge for call in calls if call.edge is not None]  # all, see _check_called
         for k, v in enumerate(V):
             gradients = torch.autograd.grad(
@@ -348,13 +374,19 @@ class Engine:
                 for new in parts:
                     counter.add(new)
         B = {
-            p.name: _total([grams[layer][p.name if Q else ""].result() for layer in p.layers])
+            p.name: _total(
+                [
+                    along(known[m], p.name)
+                    if m in known
+                    else grams[m][p.name if Q else ""].result()
+                    for m in p.layers
+                ]
+            )
             for p in owned
         }
         for name, scale in scales.items():
-            M = scale.result()
-            B[name] = curvature_along(M, Q[name][0].double()) if Q else M
-        return B
+            B[name] = along(scale.result(), name)
+        return len(V), B
 
     def _check_first(self, f: Tensor) -> None:
         """Raise if the very first datum's output is another one in its mini-batch."""
@@ -366,6 +398,24 @@ class Engine:
                 "treat each datum by itself, and normalise with statistics of the training. "
                 "`verify=False` turns this check off."
             )
+
+    @property
+    def _knows_hessian(self) -> bool:
+        """Whether vectors stand for the loss Hessian, better than by the textbook's labels."""
+        if self.objective.output_noise is not None:
+            return False
+        return self.fisher == "exact" or (self.fisher == "mc" and self.sampler == "trace")
+
+    def _choose_fisher(self, C: int) -> None:
+        """Take one random vector per datum where exact ones would be too many."""
+        if self.fisher != "exact" or C <= self.exact_up_to:
+            return
+        warnings.warn(
+            f"The output Hessians of {C} outputs are sampled, one backward pass per datum instead "
+            f"of {C - 1}: fisher='mc'. Pass fisher='exact' for all of them.",
+            stacklevel=2,
+        )
+        self.fisher = "mc"
 
     def _check_called(self, recorder: Recorder, outputs: bool) -> None:
         """Raise if a layer was never called so far, or called without gradients."""

@@ -238,7 +238,7 @@ def output_grams(
         return found
     for p in owned:
         basis = Q[p.name][0]
-        for layer in (layer for layer in p.layers if is_kfac_layer(layer)):
+        for layer in (layer for layer in p.layers if is_kfac_layer(layer) and layer in names):
             kept = found[layer].values()
             same = [g for g in kept if isinstance(g, RotatedOutputs) and g.Q is basis]
             new = same or [RotatedOutputs(basis, layer, approx, names[layer])]

@@ -6,6 +6,7 @@ laplace-torch.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -63,6 +64,7 @@ from laplace_debias.network.wrappers import unwrapped
 from laplace_debias.posterior.resuming import check_resumable, fit_checkpoint
 from laplace_debias.posterior.several import agreed_seed, check_same_model, cost_of_all
 from laplace_debias.posterior.state import check_parameters, load_state, save_state
+from laplace_debias.posterior.tuned import Tuned
 from laplace_debias.predictive.eigenblocks import check_prior_precision
 from laplace_debias.predictive.links import (
     check_n_samples,
@@ -75,13 +77,16 @@ from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, Structure
 
 __all__ = ["DebiasedPosterior"]
 
+# 100 exact vectors per datum cost what 100 data cost with one random vector, which say more
+MOST_EXACT_OUTPUTS = 100
+
 if TYPE_CHECKING:  # the class that it comes before in the bases
     _Base = KronLaplace
 else:
     _Base = object
 
 
-class DebiasedPosterior(PrivateProtocol, _Base):
+class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
     """What both debiased classes share; comes before laplace-torch's class in the bases.
 
     Attributes:
@@ -90,12 +95,14 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         kfac_approx: How positions (pixels, tokens) are summed: ``"expand"``, ``"reduce"`` or
             ``"backpack"``, see :mod:`laplace_debias.kfac.grams`.
         fisher: Which vectors are propagated back: ``"exact"`` (all of them), ``"mc"`` (one random
-            one per datum) or ``"empirical"`` (the loss gradient).
+            one per datum) or ``"empirical"`` (the loss gradient). By default exact ones, and a
+            random one for more than 100 outputs.
         sampler: How ``fisher="mc"`` draws: ``"trace"``, or ``"label"`` as the textbook.
         generator: Source of all draws of a fit.
         fit_cost: Passes and seconds of the last fit.
-        predictive_method: How ``la(x)`` gets its moments: ``"exact"``, ``"samples"`` (of the
-            weights, through the linearised network: for very many outputs), or ``"auto"``.
+        predictive_method: How predictions and sweeps get their moments: ``"exact"``; ``"top"``
+            (exact variances of the classes that carry the probability); ``"samples"`` (of the
+            weights, through the linearised network); ``"auto"`` (exact, unless that is dear).
         memory_budget: Bytes that a prediction should stay within.
         verify: Whether fits and predictors check on a few data that the model is one they can
             represent, see :func:`laplace_debias.check_model`.
@@ -113,7 +120,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
     debias: str
     crossfit: CrossfitOptions | None = None
     fit_cost: FitCost | None = None
-    predictive_method: str = "exact"
+    predictive_method: str = "auto"
     memory_budget: int = DEFAULT_MEMORY_BUDGET
     _fitted: FitResult | None = None
     _kept: tuple[Any, StructuredPredictor] | None = None
@@ -190,6 +197,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         # laplace-torch writes into this dictionary
         kwargs["backend_kwargs"] = dict(kwargs.get("backend_kwargs") or {})
         self.fisher = self._chosen_fisher(backend, fisher, kwargs["backend_kwargs"])
+        self._exact_up_to = MOST_EXACT_OUTPUTS if fisher is None else math.inf
         # convolutions in the features are no concern of a last layer's factors
         all_layers = not issubclass(type(self), LLLaplace)
         types = SUPPORTED_TYPES
@@ -254,7 +262,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         self,
         train_loader: Iterable[Any],
         override: bool = True,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         *,
         curvature_loader: Iterable[Any] | None = None,
         n_data: int | None = None,
@@ -328,7 +336,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 cast,
                 check if self.verify else None,
             )
-            if isinstance(engine, Engine) and self.fisher == "mc":
+            if isinstance(engine, Engine):
                 engine.draw_seed = agreed_seed(self.generator)
             if self.crossfit is not None and isinstance(engine, Engine):
                 fitted = fit_crossfit(engine, data, self.crossfit, progress_bar=progress_bar)
@@ -383,6 +391,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                     self.generator,
                     embed=partial(detached_features, model) if last else None,
                     objective=self.objective,
+                    exact_up_to=self._exact_up_to,
                 )
             check_parameters(engine.names, self.parameter_names)
             yield engine, cast, partial(self._verify, engine, model)
@@ -645,8 +654,10 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         pred_type, link_approx = self._checked_options(pred_type, link_approx, generator)
         if pred_type == "nn":
             samples = self.network_samples(x, n_samples, generator, **model_kwargs)
-            labels = self._predicts_labels()
-            return (mean_label_log_probabilities if labels else mean_log_probabilities)(samples)
+            mean = (
+                mean_label_log_probabilities if self._predicts_labels() else mean_log_probabilities
+            )
+            return mean(samples / self.logit_temperature)
         options = (n_samples, diagonal_output, generator)
         return self._glm_prediction(x, link_approx, *options, values=False)[0]
 
@@ -697,6 +708,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             generator=generator,
             diagonal_output=diagonal_output,
             labels=self._predicts_labels() and not values,
+            logit_temperature=self.logit_temperature,
         )
         return prediction
 
@@ -729,10 +741,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
 
     def predictive_samples(self, *args: Any, **kwargs: Any) -> Tensor:
         """Samples of the predictive, ``[S, n, C]``; see laplace-torch."""
-        self.check_fitted()
-        if self._predicts_labels():
-            return self._inverse_link(self.functional_samples(*args, **kwargs))
-        return super().predictive_samples(*args, **kwargs)
+        return self._inverse_link(self.functional_samples(*args, **kwargs))
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Weight samples ``[S, P]`` from the posterior; see laplace-torch."""
@@ -780,8 +789,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
     def _inverse_link(self, fs: Tensor) -> Tensor:
         """Probabilities of sampled outputs, or the outputs themselves."""
         if self._predicts_labels():
-            return torch.sigmoid(fs)
-        return fs if self._predicts_values() else torch.softmax(fs, dim=-1)
+            return torch.sigmoid(fs / self.logit_temperature)
+        return fs if self._predicts_values() else self.probabilities(fs)
 
     def optimize_prior_precision(
         self,
@@ -799,7 +808,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         link_approx: str = "probit",
         n_samples: int = 100,
         verbose: bool = False,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         log_prior_prec_base: float = 10.0,
     ) -> None:
         """Choose the prior precision, as laplace-torch does.
@@ -861,7 +870,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                     prior_structure,
                     val_loader,
                     verbose=verbose,
-                    progress_bar=progress_bar,
+                    progress_bar=bool(progress_bar),
                 )
         except BaseException:
             self.prior_precision = before
