@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.aggregation import CatMetric
 
+from laplace_debias.data.processes import total
 from laplace_debias.data.targets import check_targets
 from laplace_debias.evaluation.metrics import (
     ECE,
@@ -133,12 +134,12 @@ class CalibrationMetrics:
     @property
     def entropies(self) -> Tensor:
         """Predictive entropies of the in-distribution data added so far, ``[n_data]``, in nats."""
-        return self._entropies.compute().reshape(-1) if self.n_data else torch.empty(0)
+        return self._entropies.compute().reshape(-1) if total(self.n_data) else torch.empty(0)
 
     @property
     def ood_entropies(self) -> Tensor:
         """Predictive entropies of the OOD data added so far, ``[n_ood]``, in nats."""
-        return self._ood_entropies.compute().reshape(-1) if self.n_ood else torch.empty(0)
+        return self._ood_entropies.compute().reshape(-1) if total(self.n_ood) else torch.empty(0)
 
     def compute(self) -> ClassificationReport:
         """Return the report of everything added so far.
@@ -146,7 +147,7 @@ class CalibrationMetrics:
         Raises:
             ValueError: If no in-distribution prediction was added.
         """
-        if self.n_data == 0:
+        if total(self.n_data) == 0:
             raise ValueError(
                 "Expected at least one in-distribution prediction, got none. Remedy: call "
                 "`update(log_probs, labels)` first."
@@ -156,7 +157,7 @@ class CalibrationMetrics:
         assert isinstance(ece, ECE)
         confidences, correct = ece.top_label()
         ood = None
-        if self.n_ood:
+        if total(self.n_ood):
             entropies = self.ood_entropies
             known = self.entropies
             auroc, fpr95 = (of(known, entropies) for of in (entropy_auroc, entropy_fpr95))
@@ -275,7 +276,7 @@ class RegressionMetrics:
         Raises:
             ValueError: If nothing was added.
         """
-        if self.n_data == 0:
+        if total(self.n_data) == 0:
             raise ValueError(
                 "Expected at least one prediction, got none. Remedy: call `update` first."
             )
