@@ -82,8 +82,8 @@ def fit_auto(
     group = processes()
     if group is not None and group.size > 1:
         raise ValueError(
-            f"Expected one process with debias='auto', got {group.size}. Remedy: fit in one of them "
-            "and share its state, or use debias=True or 'single', which sum over processes."
+            f"Expected one process with debias='auto', got {group.size}. Remedy: fit in one of "
+            "them and share its state, or use debias=True or 'single', which sum over processes."
         )
     _check_pairs(engine)
     with tqdm(disable=not progress_bar, unit="pass", desc="[K-FAC: pairs]") as bar:
