@@ -115,28 +115,13 @@ def draw(result: ComparisonResult, out: Path, name: str = "figure") -> list[Path
 def draw_beside(results: Mapping[str, ComparisonResult], path: Path, metric: str = "nll") -> None:
     """Save one metric of several runs, each in a panel of its own with its title."""
     plt.switch_backend("agg")
-<<<<<<< HEAD
-    figure, panels = plt.subplots(
-        1, len(results), figsize=(4.2 * len(results), 3.8), layout="constrained", squeeze=False
-    )
-    for ax, (title, result) in zip(panels[0], results.items(), strict=True):
-        plot_comparison(result, [metric], [ax])
-        size = result.budgets(result.reference)[0]
-        ax.set_title(f"{title}\n{result.reference}: {size} images", fontsize=10)
-    for legend in list(figure.legends):
-        legend.remove()
-    # one legend for all panels, whose references are of different sizes
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    labels = [label.split(" (")[0] for label in labels]
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
-=======
     widths = [_n_budgets(result) for result in results.values()]
     figure = plt.figure(figsize=(2.2 * sum(widths) + 1, 3.8), layout="constrained")
     parts = figure.subfigures(1, len(results), squeeze=False, width_ratios=widths).ravel()
     for part, width, (title, result) in zip(parts, widths, results.items(), strict=True):
         plot_comparison(result, [metric], part.subplots(1, width, squeeze=False, sharey=True))
-        part.suptitle(title, fontsize=10)
->>>>>>> main
+        size = result.budgets(result.reference)[0]
+        part.suptitle(f"{title}\n{result.reference}: {size} images", fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
