@@ -92,8 +92,10 @@ def draw(result: ComparisonResult, out: Path, name: str = "figure") -> list[Path
     plt.switch_backend("agg")
     files = [out / f"{name}.png"]
     axes = plot_comparison(result, _metrics(""))
-    axes[0, 0].figure.savefig(files[0], dpi=150)
-    plt.close(axes[0, 0].figure)
+    figure = axes[0, 0].figure
+    figure.set_figwidth(max(figure.get_figwidth(), 5.5))  # or the legend is cut
+    figure.savefig(files[0], dpi=150)
+    plt.close(figure)
     prefixes = set_names(result)
     if prefixes:
         n = _n_budgets(result)
