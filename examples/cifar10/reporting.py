@@ -92,8 +92,10 @@ def draw(result: ComparisonResult, out: Path, name: str = "figure") -> list[Path
     plt.switch_backend("agg")
     files = [out / f"{name}.png"]
     axes = plot_comparison(result, _metrics(""))
-    axes[0, 0].figure.savefig(files[0], dpi=150)
-    plt.close(axes[0, 0].figure)
+    figure = axes[0, 0].figure
+    figure.set_figwidth(max(figure.get_figwidth(), 5.5))  # or the legend is cut
+    figure.savefig(files[0], dpi=150)
+    plt.close(figure)
     prefixes = set_names(result)
     if prefixes:
         n = _n_budgets(result)
@@ -120,7 +122,8 @@ def draw_beside(results: Mapping[str, ComparisonResult], path: Path, metric: str
     parts = figure.subfigures(1, len(results), squeeze=False, width_ratios=widths).ravel()
     for part, width, (title, result) in zip(parts, widths, results.items(), strict=True):
         plot_comparison(result, [metric], part.subplots(1, width, squeeze=False, sharey=True))
-        part.suptitle(title, fontsize=10)
+        size = result.budgets(result.reference)[0]
+        part.suptitle(f"{title}\n{result.reference}: {size} images", fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
