@@ -26,7 +26,7 @@ from examples.networks import digits_cnn, weights_and_biases
 from laplace_debias.comparison.compare import compare
 from laplace_debias.comparison.result import ComparisonResult
 from laplace_debias.evaluation.evaluate import evaluate
-from laplace_debias.plots.evaluation import plot_comparison, plot_reliability
+from laplace_debias.plots import plot_comparison, plot_reliability
 from laplace_debias.posterior.kron import Laplace
 
 matplotlib.use("agg")
@@ -124,9 +124,9 @@ def run(small: bool, out: Path, progress_bar: bool = False) -> ComparisonResult:
 
     out.mkdir(parents=True, exist_ok=True)
     axes = plot_comparison(result)
-    axes[0].figure.savefig(out / "calibration.png", dpi=150)
+    axes[0, 0].figure.savefig(out / "calibration.png", dpi=150)
     axes = plot_comparison(result, [f"corrupted_{m}" for m in ("accuracy", "nll", "ece", "auroc")])
-    axes[0].figure.savefig(out / "calibration_corrupted.png", dpi=150)
+    axes[0, 0].figure.savefig(out / "calibration_corrupted.png", dpi=150)
 
     generator = torch.Generator().manual_seed(0)
     shuffled = DataLoader(train, batch_size=64, shuffle=True, generator=generator)

@@ -35,11 +35,14 @@ from laplace_debias.evaluation import (
     EvaluationError,
     RegressionReport,
     SweepResult,
+    TuningResult,
+    Uncertainty,
     default_grid,
     evaluate,
     far_inputs,
     posterior_distance,
     sweep_prior_precision,
+    uncertainty,
 )
 from laplace_debias.kfac import HookEF, HookGGN
 from laplace_debias.network import (
@@ -83,12 +86,15 @@ __all__ = [
     "SweepResult",
     "default_grid",
     "prior_precision_from_weight_decay",
+    "TuningResult",
     # evaluation
     "evaluate",
     "CalibrationReport",
     "ClassificationReport",
     "RegressionReport",
     "EvaluationError",
+    "uncertainty",
+    "Uncertainty",
     "posterior_distance",
     "far_inputs",
     "compare",

@@ -16,7 +16,7 @@ from pathlib import Path
 from matplotlib import pyplot as plt
 
 from laplace_debias.comparison import ComparisonResult, ComparisonRow
-from laplace_debias.plots.evaluation import plot_comparison
+from laplace_debias.plots import plot_comparison
 from laplace_debias.storage import CellStore
 
 HERE = Path(__file__).parent
@@ -92,18 +92,17 @@ def draw(result: ComparisonResult, out: Path, name: str = "figure") -> list[Path
     plt.switch_backend("agg")
     files = [out / f"{name}.png"]
     axes = plot_comparison(result, _metrics(""))
-    axes[0].figure.savefig(files[0], dpi=150)
-    plt.close(axes[0].figure)
+    axes[0, 0].figure.savefig(files[0], dpi=150)
+    plt.close(axes[0, 0].figure)
     prefixes = set_names(result)
     if prefixes:
-        figure = plt.figure(figsize=(15, 3.1 * len(prefixes) + 0.4), layout="constrained")
+        n = _n_budgets(result)
+        figure = plt.figure(figsize=(3 * n + 1, 6.5 * len(prefixes)), layout="constrained")
         rows = figure.subfigures(len(prefixes), 1, squeeze=False).ravel()
         for row, prefix in zip(rows, prefixes, strict=True):
-            metrics = _metrics(prefix)
-            panels = row.subplots(1, 4)
-            plot_comparison(result, [f"{prefix}_{m}" for m in metrics], panels[: len(metrics)])
-            for empty in panels[len(metrics) :]:
-                empty.set_axis_off()
+            metrics = [f"{prefix}_{m}" for m in _metrics(prefix)]
+            panels = row.subplots(len(metrics), n, squeeze=False, sharex=True, sharey="row")
+            plot_comparison(result, metrics, panels)
             row.suptitle(SET_TITLES.get(prefix, prefix))
             if row is not rows[-1]:  # one legend for all
                 row.legends[0].remove()
@@ -116,16 +115,20 @@ def draw(result: ComparisonResult, out: Path, name: str = "figure") -> list[Path
 def draw_beside(results: Mapping[str, ComparisonResult], path: Path, metric: str = "nll") -> None:
     """Save one metric of several runs, each in a panel of its own with its title."""
     plt.switch_backend("agg")
-    figure, panels = plt.subplots(
-        1, len(results), figsize=(4.2 * len(results), 3.8), layout="constrained", squeeze=False
-    )
-    for ax, (title, result) in zip(panels[0], results.items(), strict=True):
-        for legend in figure.legends:
-            legend.remove()
-        plot_comparison(result, [metric], [ax])
-        ax.set_title(title, fontsize=10)
+    widths = [_n_budgets(result) for result in results.values()]
+    figure = plt.figure(figsize=(2.2 * sum(widths) + 1, 3.8), layout="constrained")
+    parts = figure.subfigures(1, len(results), squeeze=False, width_ratios=widths).ravel()
+    for part, width, (title, result) in zip(parts, widths, results.items(), strict=True):
+        plot_comparison(result, [metric], part.subplots(1, width, squeeze=False, sharey=True))
+        part.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _n_budgets(result: ComparisonResult) -> int:
+    """How many panels a metric takes."""
+    methods = [m for m in result.methods if m not in ("plain", "full", "large-batch")]
+    return len({budget for m in methods for budget in result.budgets(m)})
 
 
 def gap_table(results: Mapping[str, ComparisonResult], metric: str = "nll") -> str:

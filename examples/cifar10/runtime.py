@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> Times:
     import matplotlib
 
     matplotlib.use("agg")
-    from laplace_debias.plots.evaluation import plot_runtimes
+    from laplace_debias.plots import plot_runtimes
 
     args = parse(argv)
     times = measure(args)

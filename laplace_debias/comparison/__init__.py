@@ -3,7 +3,8 @@
 from laplace_debias.comparison.compare import compare
 from laplace_debias.comparison.gaps import Gap
 from laplace_debias.comparison.options import CustomMethod, Fit, Prediction, Reference, Work
-from laplace_debias.comparison.result import ComparisonResult, ComparisonRow, Summary
+from laplace_debias.comparison.result import ComparisonResult
+from laplace_debias.comparison.rows import ComparisonRow, Summary
 
 __all__ = [
     "ComparisonResult",

@@ -14,36 +14,34 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from laplace.baselaplace import KronLaplace
 from torch import nn
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
-from laplace_debias.comparison.draws import (
-    check_budgets,
-    draw_generator,
-    draw_loaders,
-    n_outputs,
-    whole_loader,
-)
+from laplace_debias.comparison.baselines import check_baselines
+from laplace_debias.comparison.draws import check_budgets, whole_loader
+from laplace_debias.comparison.fitting import Cost, Fitting
 from laplace_debias.comparison.options import CustomMethod, Prediction, Reference, Work
-from laplace_debias.comparison.result import (
+from laplace_debias.comparison.result import ComparisonResult
+from laplace_debias.comparison.rows import (
     AUTO,
     CROSSFIT,
+    DIAGONAL,
     FULL,
     LARGE,
+    LAST_LAYER,
+    LINES,
     PLAIN,
+    PRIOR_ONLY,
     SINGLE,
+    TEMPERATURE,
     TWO_BATCH,
-    ComparisonResult,
     ComparisonRow,
 )
-from laplace_debias.comparison.runs import evaluate_sets, laplace_run, plain_run
+from laplace_debias.comparison.runs import evaluate_sets
+from laplace_debias.data.progress import bar
 from laplace_debias.data.reading import as_batches
-from laplace_debias.debias.options import AutoOptions, CrossfitOptions
 from laplace_debias.evaluation.sweep import default_grid
-from laplace_debias.posterior.debiased import DebiasedPosterior
-from laplace_debias.posterior.kron import Laplace
+from laplace_debias.network.loss import likelihood_name
 from laplace_debias.storage.cells import CellStore
 from laplace_debias.storage.fingerprints import plain_options
 
@@ -59,6 +57,9 @@ def compare(
     *,
     ood_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
     methods: Sequence[str | bool | CustomMethod] = (PLAIN, SINGLE, TWO_BATCH, FULL),
+    baselines: Sequence[str] = (),
+    val_loader: Iterable[Any] | None = None,
+    likelihood: str = "classification",
     budgets: Sequence[int] = (64, 256, 1024),
     n_draws: int = 5,
     prior_precisions: Sequence[float] | None = None,
@@ -69,7 +70,7 @@ def compare(
     folder: str | Path | None = None,
     data_id: str | None = None,
     work: Work | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
 ) -> ComparisonResult:
     """Evaluate every method over prior precisions and draws of mini-batches.
 
@@ -77,7 +78,7 @@ def compare(
     and prior precision sees the same random numbers.
 
     Args:
-        model: Trained classifier. It is left as it was found.
+        model: Trained network. It is left as it was found.
         train_loader: Loader over all N training data with a map-style dataset; data are drawn from
             its dataset, and its batch size bounds how many are processed at a time.
         test_loader: In-distribution mini-batches, read in the same order every time, or one
@@ -89,6 +90,14 @@ def compare(
             ``"two-batch"`` (or ``True``), ``"full"``, ``"auto"`` (with as many backward passes as
             M data take), ``"crossfit"`` (with M data behind backward passes), and methods of one's
             own as :class:`~laplace_debias.comparison.options.CustomMethod`.
+        baselines: What else to hold them against, each fitted once, on all data: ``"plain"``,
+            ``"temperature"`` (the plain network, its logits divided by what is best on
+            ``val_loader``), ``"last-layer"`` (a Kron posterior of the last layer), ``"prior-only"``
+            (no curvature at all) and ``"diagonal"`` (the diagonal of the GGN).
+        val_loader: Validation data; their metrics get the prefix ``val_``, and ``result.tuned()``
+            chooses prior precisions by them.
+        likelihood: ``"classification"`` or ``"regression"``; the noise of the latter is
+            ``laplace={"sigma_noise": ...}``.
         budgets: Numbers M of data per draw, even.
         n_draws: Number of draws per budget.
         prior_precisions: Grid, in laplace-torch's units; by default the paper's,
@@ -108,7 +117,7 @@ def compare(
         data_id: Stands for all the data in ``folder``, which are then not read: for data that are
             augmented at random, or many. Change it when they change.
         work: Which of the draws to make in this call, and how many posteriors share a pass.
-        progress_bar: Show a progress bar over cells.
+        progress_bar: Show a progress bar over cells; by default on a terminal.
 
     Returns:
         The rows, for ``plots.plot_comparison``; ``gap_ratio("nll")`` is the headline.
@@ -130,14 +139,15 @@ def compare(
     prediction, reference = prediction or Prediction(), reference or Reference()
     work = work or Work()
     laplace = {"subset_of_weights": "all", **(laplace or {})}
-    key_y = laplace.get("dict_key_y", "labels")
     custom = {method.name: method for method in methods if isinstance(method, CustomMethod)}
-    names = _names(methods)
+    kind = likelihood_name(likelihood)
+    check_baselines(baselines, kind, val_loader)
+    names = list(dict.fromkeys([*_names(methods), *baselines]))
     N = check_budgets(train_loader, budgets, n_draws)
     draws = work.of(n_draws)
-    cells = _cells(names, budgets, draws, reference.cell(N))
+    cells = _cells(names, budgets, draws, reference.cell(N), N)
     grid = list(map(float, default_grid(N) if prior_precisions is None else prior_precisions))
-    sets = _named_sets(test_loader, ood_loader)
+    sets = _named_sets(test_loader, ood_loader, val_loader)
     config = {
         "n_data": N,
         "prior_precisions": grid,
@@ -147,54 +157,35 @@ def compare(
         "seed": seed,
         "laplace": plain_options(laplace),
     }
+    if kind != "classification":
+        config["likelihood"] = kind
     data = {f"ood_loader {k}" if k else "test_loader": loader for k, loader in sets.items()}
     data["train_loader"] = whole_loader(train_loader)
     store = CellStore.for_run(folder, model, data, options=config, data_id=data_id)
 
-    def posterior(method: str, budget: int, draw: int) -> KronLaplace:
-        if method in (FULL, LARGE) and reference.posterior is not None:
-            return reference.posterior
-        if method in custom:
-            return custom[method].fit(budget, draw)
-        generator = draw_generator(seed, draw)
-        own = {*CrossfitOptions.names(), *AutoOptions.names()}
-        kwargs = {k: v for k, v in laplace.items() if k not in own}
-        kwargs = {"generator": generator, **kwargs}
-        if method in (CROSSFIT, AUTO):  # draws for itself, from all data
-            names = CrossfitOptions.names() if method == CROSSFIT else AutoOptions.names()
-            kwargs |= {k: v for k, v in laplace.items() if k in names}
-            if method == CROSSFIT:
-                kwargs = {"n_curvature": budget, **kwargs}
-            else:
-                one = kwargs.pop("fisher", "exact") != "exact"
-                kwargs.pop("sampler", None)
-                n_vectors = 1 if one else n_outputs(model, train_loader, key_y) - 1
-                kwargs = {"tolerance": None, "n_passes": max(8, budget * n_vectors), **kwargs}
-            first, second = whole_loader(train_loader, generator), []
-        else:
-            n_roles = 2 if method == TWO_BATCH else 1
-            first, *second = draw_loaders(train_loader, budget, n_roles, draw_generator(seed, draw))
-        debias = SINGLE if method in (FULL, LARGE) else method
-        la = Laplace(model, "classification", hessian_structure="kron", debias=debias, **kwargs)
-        if not isinstance(la, DebiasedPosterior):
-            raise TypeError(
-                f"Expected a debiased Kron posterior, got {type(la).__name__}. Remedy: leave "
-                "`debias` out of `laplace`."
-            )
-        la.fit(first, curvature_loader=second[0] if second else None, n_data=N)
-        return la
+    fitting = Fitting(
+        model, train_loader, val_loader, kind, laplace, custom, reference, prediction, grid, seed
+    )
 
     def evaluated(cells: list[_Cell]) -> list[list[dict[str, Any]]]:
         """Rows of some cells, from shared passes over the data."""
-        if cells[0].method == PLAIN:
-            run = plain_run(model, key_y)
-            deltas: list[float | None] = [None]
-        else:
-            las = [posterior(*cell) for cell in cells]
-            run = laplace_run(las, grid, prediction.link_approx, prediction.n_samples, seed)
-            deltas = [*grid]
-        values = iter(evaluate_sets(run, sets, len(cells) * len(deltas), prediction.n_bins))
-        return [[cell.row(delta, next(values)) for delta in deltas] for cell in cells]
+        run, costs = fitting.run_of(cells)
+        deltas: list[float | None] = [None] if cells[0].method in LINES else [*grid]
+        noise = laplace.get("sigma_noise", 1.0)
+        values = iter(
+            evaluate_sets(
+                run,
+                sets,
+                len(cells) * len(deltas),
+                prediction.n_bins,
+                likelihood=kind,
+                sigma_noise=noise,
+            )
+        )
+        return [
+            [cell.row(delta, next(values), cost) for delta in deltas]
+            for cell, cost in zip(cells, costs, strict=True)
+        ]
 
     settings = {
         name: {"custom": dict(custom[cell.method].settings)}
@@ -204,15 +195,15 @@ def compare(
     finished = {name: store.get(name, list, settings.get(name)) for name in cells if name in store}
     with (
         torch.random.fork_rng(devices=[]),  # reading a DataLoader draws from the global state
-        tqdm(total=len(cells), desc="compare", disable=not progress_bar) as bar,
+        bar(title="compare", total=len(cells), shown=progress_bar, unit="cell") as cell_bar,
     ):
-        bar.update(len(finished))
+        cell_bar.update(len(finished))
         missing = [name for name in cells if name not in finished]
         for group in _groups(missing, cells, work.n_shared):
             made = evaluated([cells[name] for name in group])
             for name, rows in zip(group, made, strict=True):
                 finished[name] = store.put(name, rows, settings.get(name))
-            bar.update(len(group))
+            cell_bar.update(len(group))
     found = tuple(ComparisonRow(**row) for name in cells for row in finished[name])
     return ComparisonResult(found, N, config)
 
@@ -224,11 +215,13 @@ class _Cell(NamedTuple):
     budget: int
     draw: int
 
-    def row(self, delta: float | None, metrics: dict[str, float]) -> dict[str, Any]:
+    def row(
+        self, delta: float | None, metrics: dict[str, float], cost: Cost | None
+    ) -> dict[str, Any]:
         """A row of the result."""
         size = self.budget // 2 if self.method == TWO_BATCH else self.budget
         draw = max(self.draw, 0)
-        return asdict(ComparisonRow(self.method, self.budget, size, draw, delta, metrics))
+        return asdict(ComparisonRow(self.method, self.budget, size, draw, delta, metrics, cost))
 
 
 def _cells(
@@ -236,12 +229,15 @@ def _cells(
     budgets: Sequence[int],
     draws: Sequence[int],
     reference: tuple[str, str, int],
+    N: int,
 ) -> dict[str, _Cell]:
     """What has to be fitted, by the name of its cell."""
     cells: dict[str, _Cell] = {}
     for method in names:
-        if method == PLAIN:
-            cells[PLAIN] = _Cell(PLAIN, 0, -1)
+        if method in (PLAIN, TEMPERATURE, PRIOR_ONLY):
+            cells[method] = _Cell(method, 0, -1)
+        elif method in (LAST_LAYER, DIAGONAL):
+            cells[method] = _Cell(method, N, -1)
         elif method in (FULL, LARGE):
             key, name, size = reference
             cells[key] = _Cell(name, size, -1)
@@ -271,20 +267,25 @@ def _names(methods: Sequence[str | bool | CustomMethod]) -> list[str]:
 
 
 def _groups(names: list[str], cells: Mapping[str, _Cell], size: int) -> Iterator[list[str]]:
-    """Names in the order of draws, in groups that share passes; the plain model stands alone."""
+    """Names in the order of draws, in groups that share passes."""
     ordered = sorted(names, key=lambda name: cells[name].draw)  # stable
-    alone = [name for name in ordered if cells[name].method == PLAIN]
-    ordered = [name for name in ordered if cells[name].method != PLAIN]
+    apart = (PLAIN, TEMPERATURE, LAST_LAYER)  # no passes through all layers to share
+    alone = [name for name in ordered if cells[name].method in apart]
+    ordered = [name for name in ordered if cells[name].method not in apart]
     yield from ([name] for name in alone)
     for start in range(0, len(ordered), size):
         yield ordered[start : start + size]
 
 
 def _named_sets(
-    test_loader: Iterable[Any], ood_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None
+    test_loader: Iterable[Any],
+    ood_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None,
+    val_loader: Iterable[Any] | None,
 ) -> dict[str, Iterable[Any]]:
     """Evaluation sets by prefix of their metrics; the test set has none."""
     sets = {"": as_batches(test_loader)}
+    if val_loader is not None:
+        sets["val"] = as_batches(val_loader)
     if ood_loader is None:
         return sets
     return sets | (dict(ood_loader) if isinstance(ood_loader, Mapping) else {"ood": ood_loader})

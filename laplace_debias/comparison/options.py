@@ -8,7 +8,7 @@ from typing import Any
 
 from laplace.baselaplace import KronLaplace
 
-from laplace_debias.comparison.result import FULL, LARGE, PLAIN
+from laplace_debias.comparison.rows import FULL, LARGE, PLAIN
 from laplace_debias.network.upstream import decomposed
 from laplace_debias.predictive.links import check_link
 from laplace_debias.storage.fingerprints import tensors_hash

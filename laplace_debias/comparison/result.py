@@ -11,6 +11,15 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from laplace_debias.comparison.gaps import Gap, measure_gap
+from laplace_debias.comparison.rows import (
+    FITTED_ONCE,
+    FULL,
+    LARGE,
+    SINGLE,
+    TWO_BATCH,
+    ComparisonRow,
+    Summary,
+)
 from laplace_debias.storage.export import (
     number_from_json,
     rows_to_csv,
@@ -25,44 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ComparisonResult", "ComparisonRow", "Summary"]
 
-SINGLE, TWO_BATCH, CROSSFIT, AUTO = "single", "two-batch", "crossfit", "auto"
-PLAIN, FULL, LARGE = "plain", "full", "large-batch"
 _KEYS = ("method", "budget", "batch_size", "draw", "prior_precision")
-
-
-@dataclass(frozen=True)
-class ComparisonRow:
-    """Every metric of one method, fitted on one draw, at one prior precision.
-
-    Attributes:
-        method: ``"plain"``, ``"single"``, ``"two-batch"``, ``"crossfit"``, ``"full"``,
-            ``"large-batch"``, or the name of a method of one's own.
-        budget: Number of data the curvature was computed from, over all roles; 0 for ``"plain"``.
-        batch_size: Number of data per role: half the budget for two roles.
-        draw: Which draw of the data; 0 where there is only one.
-        prior_precision: In laplace-torch's units; ``None`` for ``"plain"``, which has none.
-        metrics: Values by name.
-    """
-
-    method: str
-    budget: int
-    batch_size: int
-    draw: int
-    prior_precision: float | None
-    metrics: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Summary:
-    """One metric of one method at one prior precision, over draws."""
-
-    method: str
-    budget: int
-    prior_precision: float | None
-    mean: float
-    min: float
-    max: float
-    n_draws: int
 
 
 @dataclass(frozen=True)
@@ -190,13 +162,29 @@ class ComparisonResult:
                 ratios[budget] = above / below if below > 0 else math.nan
         return ratios
 
+    def tuned(self, metric: str = "nll") -> tuple[ComparisonRow, ...]:
+        """Return each fit's row at the prior precision that is best on the validation data.
+
+        Args:
+            metric: Small values of ``val_<metric>`` are good.
+
+        Raises:
+            ValueError: If the comparison had no ``val_loader``.
+        """
+        best: dict[tuple[str, int, int], ComparisonRow] = {}
+        for row in self.rows:
+            key, value = (row.method, row.budget, row.draw), self._value(row, f"val_{metric}")
+            if key not in best or value < self._value(best[key], f"val_{metric}"):
+                best[key] = row
+        return tuple(best.values())
+
     def table(self, metrics: Sequence[str] | None = None) -> str:
         """Return gaps, biases, spreads and gap ratios as text, one line per metric and budget.
 
         Args:
             metrics: Which metrics; all if not given.
         """
-        others = [m for m in self.methods if m not in (PLAIN, SINGLE, FULL, LARGE)]
+        others = [m for m in self.methods if m not in (SINGLE, *FITTED_ONCE)]
         names = [name for name in (SINGLE, *others) if name in self.methods]
         head = ["metric", "budget"]
         head += [f"{name} {part}" for name in names for part in ("gap", "bias", "spread")]
@@ -218,7 +206,7 @@ class ComparisonResult:
 
     def __str__(self) -> str:
         """Return the gaps as a table, or the means over draws if there is nothing to compare to."""
-        if {FULL, LARGE} & set(self.methods) and set(self.methods) - {PLAIN, FULL, LARGE}:
+        if {FULL, LARGE} & set(self.methods) and set(self.methods) - set(FITTED_ONCE):
             return self.table()
         head, lines = [*_KEYS[:2], _KEYS[4], *self.metrics], []
         means = zip(*(self.summary(metric) for metric in self.metrics), strict=True)

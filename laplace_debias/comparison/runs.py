@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,19 +10,25 @@ from laplace.baselaplace import KronLaplace
 from torch import Tensor, nn
 
 from laplace_debias.data.reading import read
-from laplace_debias.evaluation.metrics import entropy_auroc
+from laplace_debias.evaluation.metrics import entropy_auroc, entropy_fpr95
 from laplace_debias.evaluation.predictors import model_predictor
-from laplace_debias.evaluation.streams import CalibrationMetrics
+from laplace_debias.evaluation.streams import CalibrationMetrics, RegressionMetrics
 from laplace_debias.evaluation.table import metric_table
+from laplace_debias.network.loss import Likelihood, likelihood_name
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.upstream import device_of
 from laplace_debias.predictive.links import class_log_probabilities, needs_diagonal_only
+from laplace_debias.predictive.predictions import (
+    Prediction,
+    glm_predictions,
+    logit_temperature_of,
+)
 from laplace_debias.predictive.predictor import SharedPredictor, StructuredPredictor
 
-__all__ = ["Run", "evaluate_sets", "laplace_run", "plain_run"]
+__all__ = ["Run", "evaluate_sets", "laplace_run", "plain_run", "predictor_run"]
 
-# takes (i, log-probabilities [n, C], labels [n] or None) of each prediction i
-Update = Callable[[int, Tensor, Tensor | None], None]
+# takes (i, prediction, targets or None) of each prediction i
+Update = Callable[[int, Prediction, Tensor | None], None]
 
 
 class Run(Protocol):
@@ -35,26 +41,35 @@ class Run(Protocol):
         ...
 
 
-def plain_run(model: nn.Module, key_y: str = "labels") -> Run:
+def plain_run(
+    model: nn.Module,
+    key_y: str = "labels",
+    likelihood: Likelihood = "classification",
+    temperature: float = 1.0,
+) -> Run:
     """Predictions of the plain model.
 
     Args:
-        model: A classifier.
-        key_y: Key of the labels in mini-batches that are mappings.
+        model: A network.
+        key_y: Key of the targets in mini-batches that are mappings.
+        likelihood: ``"classification"`` or ``"regression"``.
+        temperature: What logits are divided by.
 
     Example:
         >>> run = plain_run(nn.Linear(2, 3))
-        >>> run([(torch.ones(4, 2), torch.zeros(4))], lambda i, lp, y: print(i, lp.shape))
+        >>> run([(torch.ones(4, 2), torch.zeros(4))], lambda i, p, y: print(i, p[0].shape))
         0 torch.Size([4, 3])
     """
-    predict = model_predictor(model, "classification")
+    predict = model_predictor(model, likelihood)
 
     def run(loader: Iterable[Any], update: Update, **reading: Any) -> None:
         device = next(model.parameters()).device
         with evaluation_mode(model):
             for X, y in read(loader, device, key_y, **reading):
-                (log_probs,) = predict(X)
-                update(0, log_probs, y)
+                prediction = predict(X)
+                if temperature != 1:  # the normalisation of log-probabilities does not matter
+                    prediction = ((prediction[0] / temperature).log_softmax(-1),)
+                update(0, prediction, y)
 
     return run
 
@@ -63,8 +78,6 @@ def laplace_run(
     las: list[KronLaplace], grid: list[float], link_approx: str, n_samples: int, seed: int
 ) -> Run:
     """Predictions of the linearised network for every posterior and prior precision.
-
-    Every set starts from the same random numbers, whatever the posterior.
 
     Args:
         las: Fitted approximations around the same model, which share the passes through it.
@@ -76,31 +89,81 @@ def laplace_run(
     Returns:
         A run whose predictions are numbered ``posterior * k + i``.
     """
-    shared = SharedPredictor([StructuredPredictor(la, grid, keep_graph=False) for la in las])
-    diagonal = needs_diagonal_only(link_approx)
+    predictors = [StructuredPredictor(la, grid, keep_graph=False) for la in las]
+    return predictor_run(predictors, link_approx, n_samples, seed)
+
+
+def predictor_run(
+    predictors: Sequence[StructuredPredictor], link_approx: str, n_samples: int, seed: int
+) -> Run:
+    """The same for predictors over one grid.
+
+    Every set starts from the same random numbers, whatever the posterior.
+
+    Args:
+        predictors: Predictors around the same model, which share the passes through it.
+        link_approx: See :mod:`laplace_debias.predictive.links`.
+        n_samples: Number of samples for ``"mc"``.
+        seed: Decides the random numbers.
+
+    Returns:
+        A run whose predictions are numbered ``predictor * k + i``.
+    """
+    shared, las = SharedPredictor(predictors), [predictor.la for predictor in predictors]
+    regression = likelihood_name(las[0].likelihood) == "regression"
+    diagonal = needs_diagonal_only(link_approx) and not regression
+    k = len(predictors[0].deltas)
+    way = getattr(las[0], "predictive_method", "auto")
 
     @torch.no_grad()
     def run(loader: Iterable[Any], update: Update, **reading: Any) -> None:
         generators = [torch.Generator(device_of(la)).manual_seed(seed) for la in las]
         for x, y in read(loader, device_of(las[0]), las[0].dict_key_y, **reading):
+            method = predictors[0].chosen_method(x, n_samples, diagonal) if way == "auto" else way
+            if method != "exact":
+                for number, (one, generator) in enumerate(zip(predictors, generators, strict=True)):
+                    predictions = glm_predictions(
+                        one,
+                        x,
+                        regression=regression,
+                        link_approx=link_approx,
+                        n_samples=n_samples,
+                        method=method,
+                        generator=generator,
+                        logit_temperature=logit_temperature_of(las[number]),
+                    )
+                    for i, prediction in enumerate(predictions, number * k):
+                        update(i, prediction, y)
+                continue
             results = zip(shared(x, diagonal), generators, strict=True)
             for number, (result, generator) in enumerate(results):
+                if regression:
+                    for i, covariance in enumerate(result.covariance, number * k):
+                        update(i, (result.mean, covariance), y)
+                    continue
+                T = logit_temperature_of(las[number])
                 log_probs = class_log_probabilities(
-                    result.mean,
-                    result.covariance,
+                    result.mean / T,
+                    result.covariance / T**2,
                     link_approx,
                     diagonal=diagonal,
                     n_samples=n_samples,
                     generator=generator,
                 )
-                for i, one in enumerate(log_probs, number * len(grid)):
-                    update(i, one, y)
+                for i, one in enumerate(log_probs, number * k):
+                    update(i, (one,), y)
 
     return run
 
 
 def evaluate_sets(
-    run: Run, sets: dict[str, Iterable[Any]], k: int, n_bins: int
+    run: Run,
+    sets: dict[str, Iterable[Any]],
+    k: int,
+    n_bins: int,
+    *,
+    likelihood: Likelihood = "classification",
+    sigma_noise: float | Tensor = 1.0,
 ) -> list[dict[str, float]]:
     """Metrics of k predictions on every set.
 
@@ -109,6 +172,8 @@ def evaluate_sets(
         sets: Loaders by the prefix of their metrics; the test set comes first and has none.
         k: Number of predictions per datum.
         n_bins: Number of bins of the ECE.
+        likelihood: ``"classification"`` or ``"regression"``, whose sets must all have targets.
+        sigma_noise: Standard deviation of a regression's observation noise.
 
     Returns:
         Metrics by name, for each of the k predictions.
@@ -118,38 +183,45 @@ def evaluate_sets(
     """
     values: list[dict[str, float]] = [{} for _ in range(k)]
     id_entropies: list[Tensor] = []
+    classes = likelihood == "classification"
     for prefix, loader in sets.items():
-        metrics = [CalibrationMetrics(n_bins) for _ in range(k)]
+        metrics: list[Any] = [
+            CalibrationMetrics(n_bins) if classes else RegressionMetrics(sigma_noise=sigma_noise)
+            for _ in range(k)
+        ]
 
         def update(
-            i: int,
-            log_probs: Tensor,
-            y: Tensor | None,
-            metrics: list[CalibrationMetrics] = metrics,
+            i: int, prediction: Prediction, y: Tensor | None, metrics: list[Any] = metrics
         ) -> None:
             if y is None:
-                metrics[i].update_ood(log_probs)
+                metrics[i].update_ood(*prediction)
             else:
-                metrics[i].update(log_probs, y)
+                metrics[i].update(*prediction, y)
 
         name = f"ood_loader['{prefix}']" if prefix else "test_loader"
-        run(loader, update, labelled=not prefix, name=name)
+        run(loader, update, labelled=not prefix or not classes, name=name)
         for i, metric in enumerate(metrics):
-            values[i] |= _set_values(metric, prefix, id_entropies[i] if prefix else None)
-        id_entropies = id_entropies or [metric.entropies for metric in metrics]
+            known = id_entropies[i] if prefix and classes else None
+            values[i] |= _set_values(metric, prefix, likelihood, known)
+        if classes:
+            id_entropies = id_entropies or [metric.entropies for metric in metrics]
     return values
 
 
 def _set_values(
-    metric: CalibrationMetrics, prefix: str, id_entropies: Tensor | None
+    metric: CalibrationMetrics | RegressionMetrics,
+    prefix: str,
+    likelihood: Likelihood,
+    id_entropies: Tensor | None,
 ) -> dict[str, float]:
     """Numbers of one set, named with its prefix."""
     values: dict[str, float] = {}
     if metric.n_data:
-        report = metric.compute()
-        values = {name: getattr(report, name) for name in metric_table("classification")}
-    if id_entropies is not None:
+        scalars = metric.compute().scalars()
+        values = {name: scalars[name] for name in metric_table(likelihood) if name in scalars}
+    if id_entropies is not None and isinstance(metric, CalibrationMetrics):
         ood_entropies = metric.entropies if metric.n_data else metric.ood_entropies
         values["mean_entropy"] = ood_entropies.double().mean().item()
         values["auroc"] = entropy_auroc(id_entropies, ood_entropies)
+        values["fpr95"] = entropy_fpr95(id_entropies, ood_entropies)
     return {f"{prefix}_{name}" if prefix else name: value for name, value in values.items()}

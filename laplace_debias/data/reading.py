@@ -7,9 +7,9 @@ from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from laplace_debias.data.inputs import INPUT_TYPES, Batch, Inputs, map_tensors, size_of, tensors_of
+from laplace_debias.data.progress import bar
 
 __all__ = ["MissingKeyError", "as_batches", "on_device", "read", "unpack"]
 
@@ -31,6 +31,7 @@ def read(
     labelled: Literal[True] = True,
     name: str = "loader",
     progress: str | None = None,
+    progress_bar: bool | None = True,
 ) -> Iterator[Batch]: ...
 
 
@@ -43,6 +44,7 @@ def read(
     labelled: bool,
     name: str = "loader",
     progress: str | None = None,
+    progress_bar: bool | None = True,
 ) -> Iterator[tuple[Inputs, Tensor | None]]: ...
 
 
@@ -54,6 +56,7 @@ def read(
     labelled: bool = True,
     name: str = "loader",
     progress: str | None = None,
+    progress_bar: bool | None = True,
 ) -> Iterator[tuple[Inputs, Any]]:
     """Read inputs and targets, mini-batch by mini-batch, from anything that holds data.
 
@@ -66,6 +69,7 @@ def read(
         labelled: Whether every mini-batch must have targets; see :func:`unpack`.
         name: What error messages call the loader.
         progress: Title of a progress bar; none by default.
+        progress_bar: Whether to show it; ``None`` for slow loaders on a terminal only.
 
     Yields:
         ``(X, y)`` as :func:`unpack` gives them.
@@ -82,7 +86,7 @@ def read(
         [None]
     """
     batches, empty = as_batches(loader, labelled=labelled, name=name), True
-    for batch in tqdm(batches, progress, disable=progress is None):
+    for batch in bar(batches, progress, shown=False if progress is None else progress_bar):
         X, y = unpack(batch, device, key_y, labelled=labelled)
         if (size_of(X) if y is None else len(y)) == 0:
             continue

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import Dataset, SequentialSampler
 
 from laplace_debias.data.inputs import Batch, Inputs, Keys
-from laplace_debias.data.reading import read
+from laplace_debias.data.reading import as_batches, read
 
 __all__ = [
     "CURVATURES",
@@ -67,6 +67,16 @@ class TrainingData:
                 self.check(X)
                 self._checked.append(True)
             yield X, y
+
+    def n_batches(self) -> int | None:
+        """Number of mini-batches of all loaders, ``None`` where one does not tell."""
+        loaders = [part for part in (self.loader, self.curvature_loader) if part is not None]
+        if not all(hasattr(part, "__len__") for part in loaders):
+            return None
+        try:
+            return sum(len(cast(Sized, as_batches(part))) for part in loaders)
+        except TypeError:  # the length of a loader over an iterable dataset raises
+            return None
 
     def in_roles(self) -> Iterator[tuple[str, Batch]]:
         """Hand out mini-batches with their roles, lazily.

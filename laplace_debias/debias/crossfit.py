@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from laplace_debias.data.inputs import Batch, concatenate, datum_shapes, take
 from laplace_debias.data.pool import MapStyle, is_map_style, segments
+from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import TrainingData, warn_if_sequential
 from laplace_debias.debias.few_rows import few_rows_from
 from laplace_debias.debias.fold_blocks import crossfit_kron
@@ -34,7 +35,7 @@ def fit_crossfit(
     data: TrainingData,
     options: CrossfitOptions,
     *,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
 ) -> FitResult:
     """Read data, form the factors of every fold, and cross-fit them.
 
@@ -62,8 +63,8 @@ def fit_crossfit(
         (16, 16)
     """
     warn_if_sequential(data.loader)
-    with tqdm(disable=not progress_bar, unit="batch") as bar:
-        run = _Run(engine, data, options, bar)
+    with bar(shown=progress_bar, unit="batch") as shown:
+        run = _Run(engine, data, options, shown)
         if options.sampling == "uniform":
             return run.uniform()
         return run.curvature_map() if is_map_style(data.loader) else run.curvature_stream()

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from laplace_debias.data.inputs import Batch, Inputs
+from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import CURVATURES, DIRECTIONS, TrainingData
 from laplace_debias.debias.spectrum import FitResult, decompose, rebuild, reevaluate
 from laplace_debias.kfac.counts import FitCost
@@ -38,7 +38,7 @@ def fit_single(
     data: TrainingData,
     *,
     past: FitResult | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
 ) -> FitResult:
     """Fit on all data of the loader, which give directions and curvatures alike.
 
@@ -64,7 +64,7 @@ def fit_single(
         (100, True)
     """
     batches = ((DIRECTIONS, batch) for batch in data.read())
-    roles = _accumulate(engine, batches, progress_bar)
+    roles = _accumulate(engine, batches, data.n_batches(), progress_bar)
     data.check_seen({role: total.n for role, total in roles.items()}, disjoint=True)
     with engine.cost.stage("decompositions"):
         return fit_factors(roles[DIRECTIONS], None, data.n_data, past)
@@ -75,7 +75,7 @@ def fit_two_batch(
     data: TrainingData,
     *,
     past: FitResult | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
 ) -> FitResult:
     """Fit with directions from some data and curvatures from others: the paper's method.
 
@@ -100,7 +100,8 @@ def fit_two_batch(
         >>> [len(values) for values in fit.lam_tilde[0]]
         [3, 2]
     """
-    roles = _accumulate(engine, data.in_roles(), progress_bar)
+    n_batches = 2 if data.curvature_loader is None else data.n_batches()
+    roles = _accumulate(engine, data.in_roles(), n_batches, progress_bar)
     counts = {role: total.n for role, total in roles.items()}
     data.check_seen(counts, disjoint=data.curvature_loader is None)
     with engine.cost.stage("decompositions"):
@@ -165,14 +166,17 @@ def fit_factors(
 
 
 def _accumulate(
-    engine: FactorEngine, batches: Iterable[tuple[str, Batch]], progress_bar: bool
+    engine: FactorEngine,
+    batches: Iterable[tuple[str, Batch]],
+    n_batches: int | None,
+    progress_bar: bool | None,
 ) -> dict[str, Factors]:
     """Factors of every role, added up over its mini-batches."""
     roles: dict[str, Factors] = {}
-    with tqdm(disable=not progress_bar, unit="batch") as bar:
+    with bar(total=n_batches, shown=progress_bar, unit="batch") as shown:
         for role, (X, y) in batches:
-            bar.set_description(f"[K-FAC: {role}]")
+            shown.set_description(f"[K-FAC: {role}]")
             new = engine.factors(X, y)
             roles[role] = roles[role] + new if role in roles else new
-            bar.update()
+            shown.update()
     return roles

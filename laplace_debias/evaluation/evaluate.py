@@ -52,7 +52,7 @@ def evaluate(
     sigma_noise: float = 1.0,
     n_bins: int = 15,
     generator: torch.Generator | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
 ) -> CalibrationReport:
     """Evaluate class predictions, or Gaussian predictions, on a loader.
 
@@ -77,7 +77,7 @@ def evaluate(
             approximation has its own.
         n_bins: Number of bins of the ECE.
         generator: Makes sampled predictions reproducible. It is advanced by one draw.
-        progress_bar: Show a progress bar.
+        progress_bar: Show a progress bar; by default on a terminal, if it takes some seconds.
 
     Returns:
         A ``ClassificationReport`` or a ``RegressionReport``.
@@ -126,8 +126,8 @@ def evaluate(
     shapes: set[torch.Size] = set()
     with evaluation_mode(model), _weights_kept(model), _seeded(generator, device):
         with _keeping(metrics, "loader", lambda: metrics.n_data):
-            title = "evaluate" if progress_bar else None
-            for X, y in read(loader, device, key_y, progress=title):
+            shown: dict[str, Any] = {"progress": "evaluate", "progress_bar": progress_bar}
+            for X, y in read(loader, device, key_y, **shown):
                 shapes |= {X.shape[1:]} if isinstance(X, Tensor) else set()
                 if isinstance(metrics, CalibrationMetrics):
                     (log_probs,) = predict(X)
@@ -140,9 +140,9 @@ def evaluate(
         if ood_loader is not None and isinstance(metrics, CalibrationMetrics):
             ood = metrics
             with _keeping(ood, "ood_loader", lambda: ood.n_ood):
-                title = "evaluate OOD" if progress_bar else None
+                shown["progress"] = "evaluate OOD"
                 for X, _ in read(
-                    ood_loader, device, key_y, labelled=False, name="ood_loader", progress=title
+                    ood_loader, device, key_y, labelled=False, name="ood_loader", **shown
                 ):
                     _check_shape(X, shapes)
                     ood.update_ood(*predict(X))

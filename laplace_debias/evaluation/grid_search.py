@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torchmetrics
-import tqdm
 from laplace.baselaplace import KronLaplace
 from laplace.utils.enums import PredType
 from torch import Tensor
 
+from laplace_debias.data.progress import bar
 from laplace_debias.data.reading import read
 from laplace_debias.evaluation.predictors import (
     Predict,
@@ -65,7 +65,7 @@ def gridsearch_prior_precision(
     link_approx: str = "probit",
     n_samples: int = 100,
     generator: torch.Generator | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
 ) -> SweepResult:
     """Evaluate a loss on laplace-torch's grid, with its arguments and their meaning.
 
@@ -86,7 +86,7 @@ def gridsearch_prior_precision(
         link_approx: Link approximation for ``"glm"``; ``"nn"`` knows ``"mc"`` only, and takes it.
         n_samples: Number of samples, if any.
         generator: Random number generator for samples.
-        progress_bar: Show a progress bar.
+        progress_bar: Show a progress bar; by default on a terminal, if it takes some seconds.
 
     Returns:
         A :class:`SweepResult` with the metric ``"loss"``.
@@ -172,13 +172,13 @@ def _run_networks(
     loader: Iterable[Any],
     predict: Predict,
     update: Update,
-    progress_bar: bool,
+    progress_bar: bool | None,
 ) -> int:
     """Predict by sampling networks, one pass over the data per grid point."""
     prior_grid(grid, 1, grid)
     likelihood = likelihood_name(la.likelihood)
     with torch.no_grad(), _prior_precision(la):
-        for i, delta in enumerate(tqdm.tqdm(grid, desc="[Grid]", disable=not progress_bar)):
+        for i, delta in enumerate(bar(grid, "[Grid]", shown=progress_bar)):
             la.prior_precision = delta
             n_data = 0
             for x, y in read(loader, device_of(la), la.dict_key_y, name="val_loader"):

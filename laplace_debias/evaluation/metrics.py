@@ -18,7 +18,10 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torchmetrics import Metric
 from torchmetrics.classification import BinaryCalibrationError
-from torchmetrics.functional.classification import binary_auroc
+from torchmetrics.functional.classification import (
+    binary_auroc,
+    binary_specificity_at_sensitivity,
+)
 from torchmetrics.utilities import dim_zero_cat
 
 __all__ = [
@@ -29,6 +32,7 @@ __all__ = [
     "MeanEntropy",
     "MeanOverData",
     "entropy_auroc",
+    "entropy_fpr95",
     "predictive_entropy",
 ]
 
@@ -66,12 +70,41 @@ def entropy_auroc(id_entropies: Tensor, ood_entropies: Tensor) -> float:
         >>> entropy_auroc(torch.tensor([0.1, 0.4]), torch.tensor([0.3, 2.0]))
         0.75
     """
+    scores, is_ood = _scores(id_entropies, ood_entropies)
+    return binary_auroc(scores, is_ood, thresholds=None, validate_args=False).item()
+
+
+def entropy_fpr95(id_entropies: Tensor, ood_entropies: Tensor) -> float:
+    """Share of OOD inputs taken for in-distribution ones when 95 % of the latter are recognised.
+
+    An input is taken for in-distribution if its entropy is at most the smallest threshold that
+    lets at least 95 % of the in-distribution inputs pass.
+
+    Args:
+        id_entropies: Predictive entropies of in-distribution inputs, ``[N]``.
+        ood_entropies: Predictive entropies of out-of-distribution inputs, ``[M]``.
+
+    Returns:
+        A number between 0 and 1; small is good.
+
+    Example:
+        >>> entropy_fpr95(torch.linspace(0, 1, 20), torch.tensor([0.5, 2.0]))
+        0.5
+    """
+    scores, is_ood = _scores(id_entropies, ood_entropies)
+    specificity, _ = binary_specificity_at_sensitivity(
+        1 - scores.double(), 1 - is_ood, min_sensitivity=0.95, thresholds=None, validate_args=False
+    )
+    return 1 - specificity.item()
+
+
+def _scores(id_entropies: Tensor, ood_entropies: Tensor) -> tuple[Tensor, Tensor]:
+    """Entropies brought to [0, 1], and which of them are of OOD inputs."""
     entropies = torch.cat([id_entropies, ood_entropies])
     is_ood = torch.zeros(len(entropies), dtype=torch.long, device=entropies.device)
     is_ood[len(id_entropies) :] = 1
     # torchmetrics squashes scores outside [0, 1] by a sigmoid, in which small ones become ties
-    scores = entropies / entropies.max().clamp_min(1)
-    return binary_auroc(scores.clamp_min(0), is_ood, thresholds=None, validate_args=False).item()
+    return (entropies / entropies.max().clamp_min(1)).clamp_min(0), is_ood
 
 
 class MeanOverData(Metric):

@@ -27,6 +27,7 @@ from laplace_debias.predictive.predictions import (
     Predictor,
     check_method,
     glm_predictions,
+    logit_temperature_of,
 )
 
 __all__ = [
@@ -174,9 +175,9 @@ def run_sweep(
     *,
     link_approx: str,
     n_samples: int,
-    method: str = "exact",
+    method: str | None = None,
     generator: torch.Generator | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
 ) -> int:
     """Predict for every batch and grid point; hand each prediction to ``update(i, prediction, y)``.
 
@@ -190,9 +191,10 @@ def run_sweep(
         update: What to do with a prediction.
         link_approx: Link approximation, for classification.
         n_samples: Number of samples, if any.
-        method: ``"exact"``, ``"samples"`` or ``"auto"``.
+        method: ``"exact"``, ``"top"``, ``"samples"`` or ``"auto"``; by default what the posterior
+            says (``la.predictive_method``), for laplace-torch's own classes ``"auto"``.
         generator: Random number generator for samples.
-        progress_bar: Show a progress bar over batches.
+        progress_bar: Show a progress bar; by default on a terminal, if it takes some seconds.
 
     Returns:
         The number of data.
@@ -202,11 +204,13 @@ def run_sweep(
             read` refuses or that do not fit the model's outputs.
     """
     check_link(link_approx)
-    check_method(method)
+    way = str(method or getattr(la, "predictive_method", "auto"))
+    check_method(way)
     n_data, likelihood = 0, likelihood_name(la.likelihood)
-    title = "[Sweep]" if progress_bar else None
     with torch.no_grad():
-        for x, y in read(loader, device_of(la), la.dict_key_y, progress=title):
+        for x, y in read(
+            loader, device_of(la), la.dict_key_y, progress="[Sweep]", progress_bar=progress_bar
+        ):
             predictions = glm_predictions(
                 predictor,
                 x,
@@ -214,8 +218,9 @@ def run_sweep(
                 labels=likelihood == "bernoulli",
                 link_approx=link_approx,
                 n_samples=n_samples,
-                method=method,
+                method=way,
                 generator=generator,
+                logit_temperature=logit_temperature_of(la),
             )
             for i, prediction in enumerate(predictions):
                 update(i, *for_metrics(prediction, y, likelihood))

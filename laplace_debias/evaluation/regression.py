@@ -15,7 +15,17 @@ from torch import Tensor
 
 from laplace_debias.evaluation.metrics import MeanOverData
 
-__all__ = ["MSE", "RMSE", "Coverage", "GaussianMetric", "GaussianNLL", "gaussian_nll", "with_noise"]
+__all__ = [
+    "CRPS",
+    "MSE",
+    "RMSE",
+    "Coverage",
+    "GaussianMetric",
+    "GaussianNLL",
+    "Sharpness",
+    "gaussian_nll",
+    "with_noise",
+]
 
 
 def with_noise(variance: Tensor, sigma_noise: float | Tensor) -> Tensor:
@@ -170,3 +180,48 @@ class Coverage(GaussianMetric):
         scores = (targets - mean).abs() / variance.sqrt()  # [n, D]
         z = NormalDist().inv_cdf(0.5 + self.level / 2)
         return (scores <= z).double().masked_fill(scores.isnan(), math.nan).mean(-1)
+
+
+class CRPS(GaussianMetric):
+    r"""Continuous ranked probability score, averaged over data and outputs.
+
+    :math:`\int (F(t) - 1[t \ge y])^2 dt`, for a Gaussian with :math:`z = (y - \mu) / \sigma`
+    :math:`\sigma \, (z (2 \Phi(z) - 1) + 2 \varphi(z) - 1 / \sqrt\pi)`; in the units of the
+    targets. (torchmetrics knows that of samples only.)
+
+    Example:
+        >>> metric = CRPS()
+        >>> metric.update(torch.zeros(1, 1), torch.ones(1, 1), torch.zeros(1, 1))
+        >>> round(metric.compute().item(), 4)
+        0.2337
+    """
+
+    higher_is_better = False
+
+    def values(self, mean: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
+        """Return scores averaged over outputs, ``[n]``."""
+        sigma = covariance.diagonal(dim1=-2, dim2=-1).double().sqrt()
+        z = (targets.double() - mean.double()) / sigma
+        density = torch.exp(-z.square() / 2) / math.sqrt(2 * math.pi)
+        scores = z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi)
+        return (sigma * scores).mean(-1)
+
+
+class Sharpness(GaussianMetric):
+    r"""Mean predictive standard deviation over data and outputs, observation noise included.
+
+    The central interval of level q is :math:`2 z_q` times as wide. Small is good among predictions
+    that cover what they promise, so it has no direction of its own.
+
+    Example:
+        >>> metric = Sharpness()
+        >>> metric.update(torch.zeros(1, 2), torch.tensor([[1.0, 9.0]]), torch.zeros(1, 2))
+        >>> metric.compute().item()
+        2.0
+    """
+
+    higher_is_better = None
+
+    def values(self, mean: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
+        """Return standard deviations averaged over outputs, ``[n]``."""
+        return covariance.diagonal(dim1=-2, dim2=-1).double().sqrt().mean(-1)

@@ -144,8 +144,8 @@ class CalibrationReport(ExportedResult):
         """Return the numbers of the report by name, without bins.
 
         Example:
-            >>> RegressionReport(n_data=2, nll=1.0, rmse=0.5, coverage={0.9: 1.0}).scalars()
-            {'n_data': 2, 'nll': 1.0, 'rmse': 0.5, 'coverage_90': 1.0}
+            >>> RegressionReport(2, 1.0, 0.3, 0.5, 0.4, {0.9: 1.0}).scalars()
+            {'n_data': 2, 'nll': 1.0, 'crps': 0.3, 'rmse': 0.5, 'sharpness': 0.4, ...}
         """
         numbers: dict[str, float] = {}
         for field in fields(self):
@@ -171,10 +171,12 @@ class CalibrationReport(ExportedResult):
         """Return one line per number, aligned.
 
         Example:
-            >>> print(RegressionReport(n_data=2, nll=1.0, rmse=0.5, coverage={0.9: 1.0}).table())
+            >>> print(RegressionReport(2, 1.0, 0.3, 0.5, 0.4, {0.9: 1.0}).table())
             n_data       2
             nll          1.0000
+            crps         0.3000
             rmse         0.5000
+            sharpness    0.4000
             coverage_90  1.0000
         """
         numbers = self.scalars()
@@ -193,11 +195,13 @@ class OODReport:
 
     Attributes:
         auroc: Area under the ROC curve of "entropy is high" as a detector of OOD inputs.
+        fpr95: Share of OOD inputs that pass where 95 % of the in-distribution inputs do.
         mean_entropy: Mean predictive entropy on the OOD inputs, in nats.
         n_data: Number of OOD predictions.
     """
 
     auroc: float
+    fpr95: float
     mean_entropy: float
     n_data: int
 
@@ -212,17 +216,23 @@ class ClassificationReport(CalibrationReport):
         nll: Mean of -log p_y, in nats; infinite if a log p_y is.
         ece: Expected calibration error: torchmetrics' ``MulticlassCalibrationError`` with 15 bins
             and the L1 norm (other bin counts on request).
+        adaptive_ece: The same with bins of equal mass.
+        classwise_ece: The same of every class's probability, averaged over classes.
         brier: Mean of the sum over classes of (p_c - 1[c = y])^2, between 0 and 2.
+        aurc: Area under the risk-coverage curve, of answering the most confident data only.
         mean_entropy: Mean predictive entropy, in nats.
         bins: Equal-width reliability bins; their ``calibration_error`` is the ECE.
-        adaptive_bins: Equal-mass reliability bins.
+        adaptive_bins: Equal-mass reliability bins; their ``calibration_error`` is the adaptive ECE.
         ood: Detection of out-of-distribution inputs, if there were any.
     """
 
     accuracy: float
     nll: float
     ece: float
+    adaptive_ece: float
+    classwise_ece: float
     brier: float
+    aurc: float
     mean_entropy: float
     bins: ReliabilityBins
     adaptive_bins: ReliabilityBins
@@ -236,11 +246,15 @@ class RegressionReport(CalibrationReport):
     Attributes:
         n_data: Number of predictions evaluated.
         nll: Mean negative log density of the targets, jointly over outputs, in nats.
+        crps: Mean continuous ranked probability score over data and outputs.
         rmse: Root mean squared error over data and outputs.
+        sharpness: Mean predictive standard deviation over data and outputs.
         coverage: For each central interval (0.5, 0.9, 0.95) the share of targets inside it, over
             data and outputs; calibrated predictions cover as much as the interval promises.
     """
 
     nll: float
+    crps: float
     rmse: float
+    sharpness: float
     coverage: dict[float, float]

@@ -14,7 +14,13 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import CatMetric
 
 from laplace_debias.data.targets import check_targets
-from laplace_debias.evaluation.metrics import ECE, MeanOverData, entropy_auroc, predictive_entropy
+from laplace_debias.evaluation.metrics import (
+    ECE,
+    MeanOverData,
+    entropy_auroc,
+    entropy_fpr95,
+    predictive_entropy,
+)
 from laplace_debias.evaluation.regression import with_noise
 from laplace_debias.evaluation.reports import (
     ClassificationReport,
@@ -152,8 +158,9 @@ class CalibrationMetrics:
         ood = None
         if self.n_ood:
             entropies = self.ood_entropies
-            auroc = entropy_auroc(self.entropies, entropies)
-            ood = OODReport(auroc, entropies.double().mean().item(), len(entropies))
+            known = self.entropies
+            auroc, fpr95 = (of(known, entropies) for of in (entropy_auroc, entropy_fpr95))
+            ood = OODReport(auroc, fpr95, entropies.double().mean().item(), len(entropies))
         return ClassificationReport(
             n_data=len(confidences),
             bins=equal_width_bins(confidences, correct, self.n_bins),
@@ -277,7 +284,6 @@ class RegressionMetrics:
         assert isinstance(nll, MeanOverData)
         return RegressionReport(
             n_data=nll.n_data,
-            nll=values["nll"],
-            rmse=values["rmse"],
+            **{name: values[name] for name in ("nll", "crps", "rmse", "sharpness")},
             coverage={level: values[f"coverage_{100 * level:g}"] for level in self.levels},
         )

@@ -44,10 +44,10 @@ def sweep_prior_precision(
     link_approx: str = "probit",
     n_samples: int = 100,
     metrics: Metrics = ("nll",),
-    method: str = "exact",
+    method: str | None = None,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
     generator: torch.Generator | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
 ) -> SweepResult:
     """Evaluate the linearised predictive for many prior precisions in one pass over the data.
 
@@ -66,11 +66,11 @@ def sweep_prior_precision(
             ``"nll"``, ``"accuracy"``, ``"ece"``, ``"brier"``, ``"mean_entropy"``; regression:
             ``"nll"``, ``"rmse"``, ``"mse"``, ``"coverage_90"`` and others), or a mapping of names
             to ``torchmetrics.Metric``, of which every grid point gets a fresh copy.
-        method: ``"exact"``, ``"samples"`` or ``"auto"``, see
-            :func:`laplace_debias.linearized_predictive`.
+        method: ``"exact"``, ``"top"``, ``"samples"`` or ``"auto"``, see
+            :func:`laplace_debias.linearized_predictive`; by default ``la.predictive_method``.
         memory_budget: Bytes to stay within.
         generator: Random number generator for samples; all grid points share the same numbers.
-        progress_bar: Show a progress bar over batches.
+        progress_bar: Show a progress bar; by default on a terminal, if it takes some seconds.
 
     Returns:
         A :class:`SweepResult`.

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from laplace_debias.evaluation.calibration import AdaptiveECE, ClasswiseECE
 from laplace_debias.evaluation.metrics import ECE, NLL, Accuracy, Brier, MeanEntropy
-from laplace_debias.evaluation.regression import MSE, RMSE, Coverage, GaussianNLL
+from laplace_debias.evaluation.regression import CRPS, MSE, RMSE, Coverage, GaussianNLL, Sharpness
+from laplace_debias.evaluation.selective import AURC
 from laplace_debias.network.loss import Likelihood
 
 __all__ = ["LEVELS", "Metrics", "UserMetric", "fresh_metrics", "metric_table"]
@@ -38,7 +40,7 @@ def metric_table(
 
     Args:
         likelihood: ``"classification"`` or ``"regression"``.
-        n_bins: Number of bins of the ECE.
+        n_bins: Number of bins of all kinds of ECE.
         sigma_noise: Standard deviation of a regression's observation noise.
         levels: Levels of a regression's central intervals.
 
@@ -47,22 +49,27 @@ def metric_table(
 
     Example:
         >>> list(metric_table("classification"))
-        ['accuracy', 'nll', 'ece', 'brier', 'mean_entropy']
+        ['accuracy', 'nll', 'ece', 'adaptive_ece', 'classwise_ece', 'brier', 'aurc', 'mean_entropy']
         >>> list(metric_table("regression"))
-        ['nll', 'rmse', 'mse', 'coverage_50', 'coverage_90', 'coverage_95']
+        ['nll', 'crps', 'rmse', 'mse', 'sharpness', 'coverage_50', 'coverage_90', 'coverage_95']
     """
     if likelihood != "regression":
         return {
             "accuracy": Accuracy,
             "nll": NLL,
             "ece": partial(ECE, n_bins),
+            "adaptive_ece": partial(AdaptiveECE, n_bins),
+            "classwise_ece": partial(ClasswiseECE, n_bins),
             "brier": Brier,
+            "aurc": AURC,
             "mean_entropy": MeanEntropy,
         }
     return {
         "nll": partial(GaussianNLL, sigma_noise),
+        "crps": partial(CRPS, sigma_noise),
         "rmse": partial(RMSE, sigma_noise),
         "mse": partial(MSE, sigma_noise),
+        "sharpness": partial(Sharpness, sigma_noise),
         **{f"coverage_{100 * q:g}": partial(Coverage, q, sigma_noise) for q in levels},
     }
 

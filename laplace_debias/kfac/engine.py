@@ -15,6 +15,7 @@ alone: the data worth backward passes for B need not be those that serve A.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
@@ -72,6 +73,8 @@ class Engine:
         params: Parameters that get a block; by default all that require a gradient.
         objective: Class weights, label smoothing or noises of the outputs, if there were any.
         cost: What all passes so far have cost.
+        exact_up_to: Most outputs for which ``fisher="exact"`` is kept; with more, one random vector
+            per datum takes the place of one per output, and a warning says so.
         reached: Parameters whose layers some datum has reached. A mini-batch that does not reach
             them tells that they have no curvature there; others are refused.
         first_output: What the first datum to come gives by itself, ``[1, C]``, if that is known:
@@ -99,6 +102,7 @@ class Engine:
     params: Iterable[Tensor] | None = None
     objective: Objective = field(default_factory=Objective)
     cost: FitCost = field(default_factory=FitCost)
+    exact_up_to: float = math.inf
     reached: set[str] = field(default_factory=set)
     first_output: Tensor | None = None
 
@@ -272,6 +276,20 @@ class Engine:
         x_hats: dict[nn.Module, list[Tensor]],
     ) -> tuple[int, dict[str, Tensor]]:
         """The number of backward vectors, and B of every parameter."""
+        known: dict[nn.Module, Tensor] = {}
+        if self._knows_hessian and not counters:  # at the output B needs no backward pass
+            ends = [
+                x
+                for x in self.layers
+                if is_kfac_layer(x) and [c.is_output(f) for c in recorder.calls[x]] == [True]
+            ]
+            if ends:
+                H = len(f) * mean_loss_hessian(f.detach(), self.likelihood, weights)
+                known = dict.fromkeys(ends, H.to(torch.promote_types(f.dtype, torch.float32)))
+        layers = [layer for layer in self.layers if layer not in known]
+        if not layers:
+            return 0, {p.name: _total([known[m] for m in p.layers]) for p in self.owned}
+        self._choose_fisher(f.shape[1])
         white = self.objective.whitened(f.detach())
         V = backward_vectors(
             white, y, self.likelihood, self.fisher, self.generator, weights, self.sampler
@@ -279,11 +297,11 @@ class Engine:
         V = self.objective.whitened(V)
         grams = {
             layer: OutputGram(layer, f, self.kfac_approx, self._layer_names[layer])
-            for layer in self.layers
+            for layer in layers
             if is_kfac_layer(layer)
         }
         scales = {p.name: NormGram(p, f) for p in self.owned if p.scales}
-        calls = [call for layer in self.layers for call in recorder.calls[layer]]
+        calls = [call for layer in layers for call in recorder.calls[layer]]
         edges = [call.edge for call in calls if call.edge is not None]  # all, see check_called
         for k, v in enumerate(V):
             gradients = torch.autograd.grad(
@@ -316,7 +334,7 @@ class Engine:
                     parts = [sum(parts[1:], parts[0])]
                 for new in parts:
                     counter.add(new)
-        B: dict[nn.Module, Tensor] = {layer: gram.result() for layer, gram in grams.items()}
+        B = known | {layer: gram.result() for layer, gram in grams.items()}
         return len(V), {
             p.name: scales[p.name].result() if p.scales else _total([B[m] for m in p.layers])
             for p in self.owned
@@ -332,6 +350,24 @@ class Engine:
                 "treat each datum by itself, and normalise with statistics of the training. "
                 "`verify=False` turns this check off."
             )
+
+    @property
+    def _knows_hessian(self) -> bool:
+        """Whether vectors stand for the loss Hessian, better than by the textbook's labels."""
+        if self.objective.output_noise is not None:
+            return False
+        return self.fisher == "exact" or (self.fisher == "mc" and self.sampler == "trace")
+
+    def _choose_fisher(self, C: int) -> None:
+        """Take one random vector per datum where exact ones would be too many."""
+        if self.fisher != "exact" or C <= self.exact_up_to:
+            return
+        warnings.warn(
+            f"The output Hessians of {C} outputs are sampled, one backward pass per datum instead "
+            f"of {C - 1}: fisher='mc'. Pass fisher='exact' for all of them.",
+            stacklevel=2,
+        )
+        self.fisher = "mc"
 
     def check_called(self, recorder: Recorder, outputs: bool) -> None:
         """Raise if a layer was never called so far, or called without gradients."""

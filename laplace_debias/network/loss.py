@@ -162,7 +162,7 @@ def sampled_hessian_root(
     return (F.normalize(v, dim=-1) * length).to(f)[:, :, None]
 
 
-def mean_loss_hessian(outputs: Tensor, likelihood: str) -> Tensor:
+def mean_loss_hessian(outputs: Tensor, likelihood: str, weights: Tensor | None = None) -> Tensor:
     """Mean over data of the loss Hessian: B of a layer whose output is the network's output.
 
     In double precision: adding one number to all logits changes no loss, so the Hessian has a zero
@@ -172,21 +172,25 @@ def mean_loss_hessian(outputs: Tensor, likelihood: str) -> Tensor:
     Args:
         outputs: Network outputs ``[n, C]``.
         likelihood: ``"classification"`` or ``"regression"``.
+        weights: Weight ``[n]`` of each datum; by default 1.
 
     Returns:
-        ``mean_n diag(p_n) - p_n p_n^T``, or the identity; ``[C, C]``, in float64.
+        ``mean_n w_n (diag(p_n) - p_n p_n^T)``, or for regression the mean weight times the
+        identity; ``[C, C]``, in float64.
 
     Example:
         >>> mean_loss_hessian(torch.zeros(5, 2), "classification")
         tensor([[ 0.2500, -0.2500], [-0.2500,  0.2500]], dtype=torch.float64)
     """
     f = outputs.double()
+    w = f.new_ones(len(f)) if weights is None else _checked_weights(weights, len(f)).to(f)
     if likelihood == "regression":
-        return torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
+        return w.mean() * torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
     if likelihood == "bernoulli":
-        return torch.diag(label_variances(f).mean(0))
+        return torch.diag((label_variances(f) * w.unsqueeze(1)).mean(0))
     p = f.softmax(-1)
-    return torch.diag(p.mean(0)) - p.T @ p / len(p)
+    weighted = p * w.unsqueeze(1)
+    return torch.diag(weighted.mean(0)) - weighted.T @ p / len(p)
 
 
 def backward_vectors(

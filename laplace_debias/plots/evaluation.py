@@ -1,134 +1,43 @@
-"""Results in, matplotlib axes out: the paper's figure, reliability diagrams and runtime bars.
+"""Results in, matplotlib axes out: reliability, sweeps, selective risk, entropies, bands.
 
-Needs the extra ``plots`` (matplotlib); nothing else in the package imports this module. Methods
-differ in colour *and* marker, so that the figures survive greyscale.
+Needs the extra ``plots`` (matplotlib); nothing else in the package imports this module. What is
+compared differs in lines, markers or hatches as well as in colour, to survive greyscale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
-from numpy.typing import NDArray
+from torch import Tensor
 
-from laplace_debias.comparison.result import (
-    FULL,
-    LARGE,
-    PLAIN,
-    SINGLE,
-    TWO_BATCH,
-    ComparisonResult,
-    Summary,
-)
 from laplace_debias.evaluation.reports import ClassificationReport, ReliabilityBins
+from laplace_debias.evaluation.selective import RiskCoverage
+from laplace_debias.evaluation.sweep_result import SweepResult
+from laplace_debias.evaluation.tuning_result import TuningResult
+from laplace_debias.plots.style import (
+    COLUMN,
+    decades,
+    label_of,
+    legend_below,
+    lighten,
+    style_of,
+)
 
-__all__ = ["plot_comparison", "plot_reliability", "plot_runtimes"]
-
-_COLORS = {SINGLE: "tab:orange", TWO_BATCH: "tab:blue", FULL: "tab:green", LARGE: "tab:green"}
-_MARKERS = {SINGLE: "s", TWO_BATCH: "o"}
-_OTHERS = (("tab:purple", "^"), ("tab:brown", "D"), ("tab:pink", "v"))
-_LABELS = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "brier": "Brier", "auroc": "AUROC"}
-
-
-def _lighten(color: str, amount: float) -> tuple[float, ...]:
-    """Mix a colour with white; 0 leaves it, 1 is white."""
-    return tuple(np.asarray(to_rgb(color)) * (1 - amount) + amount)
-
-
-def _label(metric: str) -> str:
-    """Name of a metric for an axis; a prefix such as ``ood_`` stays in words."""
-    prefix, _, name = metric.rpartition("_")
-    known = _LABELS.get(name)
-    return metric if known is None else f"{known} ({prefix})" if prefix else known
-
-
-def _subplots(n: int) -> NDArray[np.object_]:
-    """Make n axes side by side."""
-    grid = plt.subplots(1, n, figsize=(4.6 * n, 3.6), layout="constrained", squeeze=False)[1]
-    return np.asarray(grid[0])
+__all__ = [
+    "plot_band",
+    "plot_ood",
+    "plot_reliability",
+    "plot_risk_coverage",
+    "plot_sweep",
+]
 
 
-def plot_comparison(
-    result: ComparisonResult,
-    metrics: Sequence[str] = ("accuracy", "nll", "ece"),
-    axes: Sequence[Axes] | None = None,
-) -> NDArray[np.object_]:
-    """Draw the paper's figure: metrics against the prior precision, per method and budget.
-
-    The horizontal axis is the paper's beta, ``prior_precision / N``. The plain model is a black
-    line, the reference green crosses, single mini-batches orange squares, pairs of them blue dots;
-    lighter means fewer data. A marker is the mean over draws, its bar reaches from the smallest to
-    the largest.
-
-    Args:
-        result: What ``compare`` returned.
-        metrics: One panel each.
-        axes: Where to draw, one per metric; a new figure if not given.
-
-    Returns:
-        The axes, ``[len(metrics)]``.
-
-    Example:
-        >>> from laplace_debias.comparison.result import ComparisonRow
-        >>> rows = [ComparisonRow("full", 9, 9, 0, d, {"nll": 1 / d}) for d in (1.0, 2.0)]
-        >>> axes = plot_comparison(ComparisonResult(tuple(rows), 9, {}), metrics=("nll",))
-        >>> axes[0].get_ylabel()
-        'NLL'
-    """
-    panels = _subplots(len(metrics)) if axes is None else np.asarray(axes).ravel()
-    if len(panels) != len(metrics):
-        raise ValueError(
-            f"Expected {len(metrics)} axes, one per metric, got {len(panels)}. "
-            "Remedy: pass as many axes as metrics, or none."
-        )
-    for ax, metric in zip(panels, metrics, strict=True):
-        _comparison_panel(ax, result, metric)
-    handles, labels = panels[0].get_legend_handles_labels()
-    panels[0].figure.legend(
-        handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False
-    )
-    return panels
-
-
-def _comparison_panel(ax: Axes, result: ComparisonResult, metric: str) -> None:
-    """Draw one metric of every method."""
-    curves: dict[tuple[str, int], list[Summary]] = {}
-    for point in result.summary(metric):
-        curves.setdefault((point.method, point.budget), []).append(point)
-    # points of different curves at one prior precision stand side by side
-    dodged = [key for key in curves if key[0] not in (PLAIN, FULL, LARGE)]
-    offsets = dict(zip(dodged, np.linspace(-0.1, 0.1, max(len(dodged), 1)), strict=False))
-    strangers = [m for m in result.methods if m not in (PLAIN, *_COLORS)]
-    styles = {m: (_COLORS[m], _MARKERS.get(m, "x")) for m in _COLORS}
-    styles |= {m: _OTHERS[i % len(_OTHERS)] for i, m in enumerate(strangers)}
-    for (method, budget), points in curves.items():
-        if method == PLAIN:
-            ax.axhline(points[0].mean, color="black", linewidth=1, label=PLAIN)
-            continue
-        placed = [(p.prior_precision, p) for p in points if p.prior_precision is not None]
-        placed.sort(key=lambda pair: pair[0])
-        beta = np.array([delta / result.n_data for delta, _ in placed])
-        points = [point for _, point in placed]
-        mean = [point.mean for point in points]
-        color, marker = styles[method]
-        if method in (FULL, LARGE):
-            label = method if method == FULL else f"{method} ({budget} data)"
-            ax.plot(beta, mean, "x", color=color, ms=7, mew=2, zorder=4, label=label)
-            continue
-        budgets = result.budgets(method)
-        fade = 0.65 * (1 - budgets.index(budget) / max(len(budgets) - 1, 1))
-        shade = _lighten(color, fade if len(budgets) > 1 else 0.0)
-        x = beta * 10 ** offsets[method, budget]
-        low, high = ([getattr(point, end) for point in points] for end in ("min", "max"))
-        ax.vlines(x, low, high, color=shade, linewidth=1.5)
-        size = result.select(method, budget)[0].batch_size
-        label = f"{method}, {size}" if size == budget else f"{method}, {budget // size} x {size}"
-        ax.plot(x, mean, marker, color=shade, mec=_lighten(color, 0.0), mew=0.5, ms=5, label=label)
-    ax.set(xscale="log", xlabel=r"prior precision $\beta$", ylabel=_label(metric))
+def _axes(ax: Axes | None, height: float = 2.5) -> Axes:
+    """The given axes, or those of a new figure, one column wide."""
+    return plt.subplots(figsize=(COLUMN, height), layout="constrained")[1] if ax is None else ax
 
 
 def plot_reliability(
@@ -152,71 +61,190 @@ def plot_reliability(
         'ECE 0.150'
     """
     bins = report.bins if isinstance(report, ClassificationReport) else report
-    if ax is None:
-        ax = plt.subplots(figsize=(3.6, 3.6), layout="constrained")[1]
+    ax = _axes(ax, COLUMN)
     total = max(sum(bins.count), 1)
     columns = (bins.lower, bins.upper, bins.confidence, bins.accuracy, bins.count)
     for low, high, confidence, accuracy, count in zip(*columns, strict=True):
         if count == 0:
             continue
-        shade = _lighten("tab:blue", 0.75 - 0.65 * count / total)
+        shade = lighten("tab:blue", 0.75 - 0.65 * count / total)
         ax.bar(
             low, accuracy, max(high - low, 0.01), align="edge", color=shade, edgecolor="tab:blue"
         )
         ax.plot(confidence, accuracy, "o", color="black", ms=3.5)
     ax.plot([0, 1], [0, 1], "--", color="gray", linewidth=1)
     ax.set(xlim=(0, 1.015), ylim=(0, 1.02), xlabel="confidence", ylabel="accuracy")
-    ax.set_title(f"ECE {bins.calibration_error:.3f}")
+    ax.set_title(f"ECE {bins.calibration_error:.3f}", fontsize=9)
     return ax
 
 
-def plot_runtimes(
-    runtimes: Mapping[str, Mapping[str, Sequence[float]]],
-    ax: Axes | None = None,
-    log: bool = True,
+def plot_sweep(
+    result: SweepResult | TuningResult, metric: str = "nll", ax: Axes | None = None
 ) -> Axes:
-    """Draw runtime bars: for each method its stages and their total.
+    """Draw a metric against the prior precision, with the chosen point.
+
+    A tuning result has a solid curve at the best temperature, a dotted one at 1, and the plain
+    network at the best temperature as a grey line.
 
     Args:
-        runtimes: Seconds of every run by method and stage, e.g.
-            ``{"two-batch": {"construct": [...], "debias": [...], "sample": [...]}}``.
+        result: A sweep over scalar prior precisions, or what ``la.tune`` returned.
+        metric: Which metric of a sweep; a tuning result has its own.
         ax: Where to draw; a new figure if not given.
-        log: Use a logarithmic axis. Bars stand side by side, since stacked ones would mislead.
 
     Returns:
-        The axes. Bars are means over runs, error bars one standard deviation.
+        The axes.
 
     Example:
-        >>> plot_runtimes({"single": {"construct": [1.0, 2.0]}}).get_ylabel()
-        'seconds'
+        >>> import torch
+        >>> grid = torch.tensor([0.1, 1.0, 10.0])
+        >>> sweep = SweepResult(grid, {"nll": (0.5, 0.3, 0.4)}, {"nll": False}, 8, "probit")
+        >>> plot_sweep(sweep).get_xlabel()
+        'prior precision'
     """
-    if not runtimes:
-        raise ValueError(
-            "Expected runtimes of at least one method, got none. Remedy: time at least one method."
-        )
-    if ax is None:
-        ax = plt.subplots(figsize=(1.5 + 1.9 * len(runtimes), 3.2), layout="constrained")[1]
-    by_length = sorted(runtimes.values(), key=len, reverse=True)  # the most complete sets the order
-    stages = list(dict.fromkeys(stage for times in by_length for stage in times))
-    columns = [*stages, "total"]
-    width = 0.8 / len(columns)
-    hatches = ("", "//", "..", "xx", "\\\\")
-    for i, column in enumerate(columns):
-        xs, means, errors = [], [], []
-        for position, times in enumerate(runtimes.values()):
-            runs = times.get(column)
-            if column == "total":
-                runs = [sum(run) for run in zip(*times.values(), strict=True)]
-            if runs:
-                xs.append(position + (i - (len(columns) - 1) / 2) * width)
-                means.append(fmean(runs))
-                errors.append(stdev(runs) if len(runs) > 1 else 0.0)
-        color = "dimgray" if column == "total" else _lighten("tab:blue", 0.25 * (i % 4))
-        ax.bar(
-            xs, means, 0.92 * width, yerr=errors, color=color, hatch=hatches[i % len(hatches)],
-            edgecolor="white", ecolor="black", capsize=2, label=column,
-        )  # fmt: skip
-    ax.set_xticks(range(len(runtimes)), list(runtimes))
-    ax.set(ylabel="seconds", yscale="log" if log else "linear")
-    ax.legend(frameon=False, ncols=2)
+    ax = _axes(ax)
+    if isinstance(result, TuningResult):
+        metric, (i, j) = result.objective, result.best_index
+        Ts, deltas = result.logit_temperatures, result.prior_precisions
+        shown = {j, min(range(len(Ts)), key=lambda t: abs(Ts[t] - 1))}
+        for t in sorted(shown):
+            values = [row[t] for row in result.values]
+            style = "-" if t == j else ":"
+            label = f"$T$ = {Ts[t]:.3g}" if len(Ts) > 1 else "posterior"
+            ax.plot(deltas, values, style, marker=".", color="#0072B2", label=label)
+        name = "plain" if len(Ts) == 1 else f"plain, $T$ = {Ts[j]:.3g}"
+        ax.axhline(result.plain[j], color="0.45", linestyle="--", linewidth=1, label=name)
+        chosen = (deltas[i], result.best)
+        logs = [value for t in shown for value in (row[t] for row in result.values)]
+    else:
+        best = result.best_index(metric)
+        deltas = tuple(result.prior_precisions.tolist())
+        logs = list(result.values[metric])
+        ax.plot(deltas, logs, "-", marker=".", color="#0072B2", label=label_of(metric))
+        chosen = (deltas[best], logs[best])
+    ax.plot(*chosen, "D", color="#D55E00", mec="black", ms=7, zorder=5, label="chosen")
+    if min(logs) > 0 and max(logs) > 5 * min(logs):
+        ax.set_yscale("log")
+        decades(ax.yaxis)
+    ax.set(xscale="log", xlabel="prior precision", ylabel=label_of(metric))
+    legend_below(ax, 2)
+    return ax
+
+
+def plot_risk_coverage(
+    curves: Mapping[str, RiskCoverage], ax: Axes | None = None, risk: str = "error rate"
+) -> Axes:
+    """Draw the risk of the most confident data against the share of data answered.
+
+    Args:
+        curves: What :func:`~laplace_debias.evaluation.selective.risk_coverage` returned, by name.
+        ax: Where to draw; a new figure if not given.
+        risk: What the risk is.
+
+    Returns:
+        The axes; the legend tells the area under each curve.
+
+    Example:
+        >>> import torch
+        >>> curve = RiskCoverage(torch.tensor([0.5, 1.0]), torch.tensor([0.0, 0.5]))
+        >>> plot_risk_coverage({"plain": curve}).get_legend().get_texts()[0].get_text()
+        'plain (AURC 0.25)'
+    """
+    ax = _axes(ax)
+    for number, (name, curve) in enumerate(curves.items()):
+        color, _, line = style_of(name, number)
+        label = f"{name} (AURC {curve.area:.3g})"
+        x, y = curve.coverage.cpu().numpy(), curve.risk.cpu().numpy()
+        ax.plot(x, y, color=color, linestyle=line, linewidth=1.5, label=label)
+    ax.set(xlim=(0, 1), xlabel="share of data answered", ylabel=risk)
+    ax.set_ylim(bottom=0)
+    legend_below(ax, 1)
+    return ax
+
+
+def plot_ood(
+    id_entropies: Tensor,
+    ood_entropies: Tensor,
+    ax: Axes | None = None,
+    *,
+    n_bins: int = 25,
+    title: str | None = None,
+) -> Axes:
+    """Draw histograms of predictive entropy in and out of distribution.
+
+    Args:
+        id_entropies: Of in-distribution data, ``[N]``, in nats.
+        ood_entropies: Of data out of distribution, ``[M]``.
+        ax: Where to draw; a new figure if not given.
+        n_bins: Number of bins.
+        title: Title of the panel.
+
+    Returns:
+        The axes. In-distribution data are filled, the others hatched with a black outline.
+
+    Example:
+        >>> import torch
+        >>> ax = plot_ood(torch.rand(50), 1 + torch.rand(20))
+        >>> ax.get_xlabel()
+        'predictive entropy (nats)'
+    """
+    ax = _axes(ax)
+    inside, outside = (e.detach().double().cpu().numpy() for e in (id_entropies, ood_entropies))
+    edges = np.linspace(0, max(inside.max(), outside.max(), 1e-9), n_bins + 1).tolist()
+    shares = [np.full(len(values), 1 / len(values)) for values in (inside, outside)]
+    ax.hist(inside, edges, weights=shares[0], color="#9ecae1", label="in distribution")
+    ax.hist(
+        outside, edges, weights=shares[1], histtype="step", color="black", hatch="////",
+        linewidth=1, label="out of distribution",
+    )  # fmt: skip
+    ax.set(xlabel="predictive entropy (nats)", ylabel="share of data")
+    legend_below(ax, 2)
+    if title:
+        ax.set_title(title, fontsize=9)
+    return ax
+
+
+def plot_band(
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    noise: float = 0.0,
+    data: tuple[Tensor, Tensor] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw a regression in one dimension with two standard deviations.
+
+    Args:
+        x: Inputs, ``[n]`` or ``[n, 1]``, in any order.
+        mean: Predictive means, ``[n]`` or ``[n, 1]``.
+        variance: Variances of the functions, with as many elements.
+        noise: Standard deviation of the observation noise.
+        data: Training inputs and targets to draw as dots.
+        ax: Where to draw; a new figure if not given.
+
+    Returns:
+        The axes: the mean as a line, the model's uncertainty as a dark band, noise included as a
+        light one.
+
+    Example:
+        >>> import torch
+        >>> x = torch.linspace(0, 1, 5)
+        >>> len(plot_band(x, x, torch.ones(5), noise=0.5).collections)
+        2
+    """
+    ax = _axes(ax)
+    parts = (part.detach().double().cpu().flatten() for part in (x, mean, variance))
+    places, middle, spread = (part.numpy() for part in parts)
+    order = places.argsort()
+    places, middle, spread = places[order], middle[order], spread[order]
+    if noise:
+        wide = 2 * np.sqrt(spread + noise**2)
+        ax.fill_between(places, middle - wide, middle + wide, color="0.88", label="with noise")
+    wide = 2 * np.sqrt(spread)
+    ax.fill_between(places, middle - wide, middle + wide, color="0.68", label="model")
+    ax.plot(places, middle, color="#0072B2", linewidth=1.5, label="mean")
+    if data is not None:
+        X, y = (part.detach().cpu().flatten().numpy() for part in data)
+        ax.plot(X, y, ".", color="black", ms=3, label="data")
+    ax.set(xlabel="$x$", ylabel="$y$")
+    legend_below(ax, 2)
     return ax

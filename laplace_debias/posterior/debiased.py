@@ -6,6 +6,7 @@ laplace-torch.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -71,6 +72,7 @@ from laplace_debias.network.upstream import (
 )
 from laplace_debias.network.verify import verify_last_layer, verify_layers
 from laplace_debias.posterior.state import check_parameters, load_state, save_state
+from laplace_debias.posterior.tuned import Tuned
 from laplace_debias.predictive.eigenblocks import check_prior_precision
 from laplace_debias.predictive.links import (
     check_n_samples,
@@ -83,13 +85,16 @@ from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, Structure
 
 __all__ = ["DebiasedPosterior"]
 
+# 100 exact vectors per datum cost what 100 data cost with one random vector, which say more
+MOST_EXACT_OUTPUTS = 100
+
 if TYPE_CHECKING:  # the class that it comes before in the bases
     _Base = KronLaplace
 else:
     _Base = object
 
 
-class DebiasedPosterior(PrivateProtocol, _Base):
+class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
     """What both debiased classes share; comes before laplace-torch's class in the bases.
 
     Attributes:
@@ -98,13 +103,15 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         kfac_approx: How positions (pixels, tokens) are summed: ``"expand"``, ``"reduce"`` or
             ``"backpack"``, see :mod:`laplace_debias.kfac.grams`.
         fisher: Which vectors are propagated back: ``"exact"`` (all of them), ``"mc"`` (one random
-            one per datum) or ``"empirical"`` (the loss gradient).
+            one per datum) or ``"empirical"`` (the loss gradient). By default exact ones, and a
+            random one for more than 100 outputs.
         sampler: How ``fisher="mc"`` draws: ``"trace"``, or ``"label"`` as the textbook.
         generator: Source of all draws of a fit.
         fit_cost: Passes and seconds of the last fit.
         fit_report: The same in words, with the estimated distance to a full-batch fit.
-        predictive_method: How ``la(x)`` gets its moments: ``"exact"``, ``"samples"`` (of the
-            weights, through the linearised network: for very many outputs), or ``"auto"``.
+        predictive_method: How predictions and sweeps get their moments: ``"exact"``; ``"top"``
+            (exact variances of the classes that carry the probability); ``"samples"`` (of the
+            weights, through the linearised network); ``"auto"`` (exact, unless that is dear).
         memory_budget: Bytes that a prediction should stay within.
         verify: Whether fits and predictors check on a few data that the model is one they can
             represent, see :func:`laplace_debias.check_model`.
@@ -123,7 +130,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
     options: AutoOptions | CrossfitOptions | None = None
     fit_cost: FitCost | None = None
     fit_report: FitReport | None = None
-    predictive_method: str = "exact"
+    predictive_method: str = "auto"
     memory_budget: int = DEFAULT_MEMORY_BUDGET
     _fitted: FitResult | None = None
     _kept: tuple[Any, StructuredPredictor] | None = None
@@ -193,6 +200,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         # laplace-torch writes into this dictionary
         kwargs["backend_kwargs"] = dict(kwargs.get("backend_kwargs") or {})
         self.fisher = self._chosen_fisher(backend, fisher, kwargs["backend_kwargs"])
+        self._exact_up_to = MOST_EXACT_OUTPUTS if fisher is None else math.inf
         if self.debias == AUTO and self.fisher != "exact":
             raise ValueError(
                 "Expected the exact curvature with debias='auto', whose draws are of its own, got "
@@ -262,7 +270,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         self,
         train_loader: Iterable[Any],
         override: bool = True,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         *,
         curvature_loader: Iterable[Any] | None = None,
         n_data: int | None = None,
@@ -326,7 +334,9 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             )
             if isinstance(self.options, AutoOptions) and isinstance(engine, Engine):
                 ridges = self._ridges(len(engine.names))
-                fitted = fit_auto(engine, data, self.options, ridges, progress_bar=progress_bar)
+                fitted = fit_auto(
+                    engine, data, self.options, ridges, progress_bar=bool(progress_bar)
+                )
             elif isinstance(self.options, CrossfitOptions) and isinstance(engine, Engine):
                 fitted = fit_crossfit(engine, data, self.options, progress_bar=progress_bar)
             else:
@@ -378,6 +388,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                     self.generator,
                     embed=partial(detached_features, model) if last else None,
                     objective=self.objective,
+                    exact_up_to=self._exact_up_to,
                 )
             check_parameters(engine.names, self.parameter_names)
             yield engine, cast, partial(self._verify, engine, model)
@@ -640,8 +651,10 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         pred_type, link_approx = self._checked_options(pred_type, link_approx, generator)
         if pred_type == "nn":
             samples = self.network_samples(x, n_samples, generator, **model_kwargs)
-            labels = self._predicts_labels()
-            return (mean_label_log_probabilities if labels else mean_log_probabilities)(samples)
+            mean = (
+                mean_label_log_probabilities if self._predicts_labels() else mean_log_probabilities
+            )
+            return mean(samples / self.logit_temperature)
         options = (n_samples, diagonal_output, generator)
         return self._glm_prediction(x, link_approx, *options, values=False)[0]
 
@@ -692,6 +705,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             generator=generator,
             diagonal_output=diagonal_output,
             labels=self._predicts_labels() and not values,
+            logit_temperature=self.logit_temperature,
         )
         return prediction
 
@@ -724,10 +738,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
 
     def predictive_samples(self, *args: Any, **kwargs: Any) -> Tensor:
         """Samples of the predictive, ``[S, n, C]``; see laplace-torch."""
-        self.check_fitted()
-        if self._predicts_labels():
-            return self._inverse_link(self.functional_samples(*args, **kwargs))
-        return super().predictive_samples(*args, **kwargs)
+        return self._inverse_link(self.functional_samples(*args, **kwargs))
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Weight samples ``[S, P]`` from the posterior; see laplace-torch."""
@@ -775,8 +786,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
     def _inverse_link(self, fs: Tensor) -> Tensor:
         """Probabilities of sampled outputs, or the outputs themselves."""
         if self._predicts_labels():
-            return torch.sigmoid(fs)
-        return fs if self._predicts_values() else torch.softmax(fs, dim=-1)
+            return torch.sigmoid(fs / self.logit_temperature)
+        return fs if self._predicts_values() else self.probabilities(fs)
 
     def optimize_prior_precision(
         self,
@@ -794,7 +805,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         link_approx: str = "probit",
         n_samples: int = 100,
         verbose: bool = False,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         log_prior_prec_base: float = 10.0,
     ) -> None:
         """Choose the prior precision, as laplace-torch does.
@@ -856,7 +867,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                     prior_structure,
                     val_loader,
                     verbose=verbose,
-                    progress_bar=progress_bar,
+                    progress_bar=bool(progress_bar),
                 )
         except BaseException:
             self.prior_precision = before

@@ -27,13 +27,19 @@ def _listed_parameters(state: State) -> State:
     return {**state, "parameters": [[name, shape] for name, shape in state["parameters"].items()]}
 
 
-UPGRADES: dict[int, Callable[[State], State]] = {1: _listed_parameters}
+def _unit_logit_temperature(state: State) -> State:
+    """Format 2 to 3: logits were not divided by anything."""
+    return {**state, "logit_temperature": 1.0}
+
+
+UPGRADES: dict[int, Callable[[State], State]] = {1: _listed_parameters, 2: _unit_logit_temperature}
 """What brings a state of each earlier format to the next one."""
-FORMAT = 2
+FORMAT = 3
 KEYS = (
     "cls_name", "debias", "likelihood", "parameters", "last_layer_name", "eigenvectors",
     "eigenvalues_biased", "eigenvalues", "curvatures", "mean", "loss", "prior_mean",
-    "prior_precision", "sigma_noise", "temperature", "enable_backprop", "n_data", "n_outputs",
+    "prior_precision", "sigma_noise", "temperature", "logit_temperature",
+    "enable_backprop", "n_data", "n_outputs",
 )  # fmt: skip
 
 
@@ -76,6 +82,7 @@ def save_state(la: Any, fitted: FitResult) -> State:
         "prior_precision": _detached(la.prior_precision),
         "sigma_noise": _detached(la.sigma_noise),
         "temperature": float(la.temperature),
+        "logit_temperature": float(la.logit_temperature),
         "enable_backprop": bool(la.enable_backprop),
         "n_data": int(la.n_data),
         "n_outputs": int(la.n_outputs),
@@ -101,7 +108,7 @@ def load_state(la: Any, state: State, take_over: Callable[[FitResult], None]) ->
         >>> load_state(la, {"format": 9}, print)
         Traceback (most recent call last):
         ...
-        ValueError: Expected a state of format 1 to 2, got 9. Remedy: update laplace_debias, ...
+        ValueError: Expected a state of format 1 to 3, got 9. Remedy: update laplace_debias, ...
     """
     state = _upgraded(state)
     expected = {
@@ -163,6 +170,7 @@ def _restore(la: Any, state: State, take_over: Callable[[FitResult], None]) -> N
     la.prior_precision = state["prior_precision"]
     la.sigma_noise = state["sigma_noise"]
     la.temperature = state["temperature"]
+    la.logit_temperature = state["logit_temperature"]
     la.enable_backprop = state["enable_backprop"]
     current = torch.cat([p.detach().reshape(-1) for p in posterior_params(la)])
     if not torch.equal(current, la.mean.to(current.dtype)):

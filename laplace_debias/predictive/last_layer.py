@@ -13,7 +13,9 @@ from laplace_debias.predictive.eigenblocks import EigenBlock
 __all__ = ["last_layer_moments"]
 
 
-def last_layer_moments(blocks: Sequence[EigenBlock], f: Tensor, phi: Tensor, mode: str) -> Tensor:
+def last_layer_moments(
+    blocks: Sequence[EigenBlock], f: Tensor, phi: Tensor, mode: str, *, apart: bool = False
+) -> Tensor:
     r"""Output (co)variances of a last layer, for all prior precisions of its blocks.
 
     The Jacobian of output c is the input features in row c. So :math:`\tilde g_{ci} = Q_{B,ci}` for
@@ -27,6 +29,7 @@ def last_layer_moments(blocks: Sequence[EigenBlock], f: Tensor, phi: Tensor, mod
         f: The network's outputs ``[n, C]``.
         phi: Features ``[n, d]``.
         mode: A key of ``CONTRACTIONS``.
+        apart: Whether to leave the blocks apart, ``[n_blocks, ...]``, instead of their sum.
 
     Returns:
         ``[n, C, k]``, ``[n, C, C, k]`` or ``[n * C, n * C, k]``.
@@ -49,7 +52,7 @@ def last_layer_moments(blocks: Sequence[EigenBlock], f: Tensor, phi: Tensor, mod
             "also for a single one: name the dimension of a `.squeeze()`."
         )
     parts = [_last_layer_block(block, phi, mode) for block in blocks]
-    return sum(parts[1:], parts[0])
+    return torch.stack(parts) if apart else sum(parts[1:], parts[0])
 
 
 def _last_layer_block(block: EigenBlock, phi: Tensor, mode: str) -> Tensor:

@@ -6,10 +6,8 @@ This is where the maths of :mod:`laplace_debias.predictive.contractions` meets t
 
 from __future__ import annotations
 
-import math
-import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -18,13 +16,15 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take, tensors_of
 from laplace_debias.network.layers import has_rows_last, is_norm, is_transposed
 from laplace_debias.network.ownership import is_ordinary, owners
+from laplace_debias.network.recorder import LayerCall
 from laplace_debias.network.unfold import patch_order
 from laplace_debias.network.verify import verify_data
 from laplace_debias.predictive import contractions as maths
 from laplace_debias.predictive.eigenblocks import EigenBlock
+from laplace_debias.predictive.last_layer import last_layer_moments
+from laplace_debias.predictive.output_gradients import OutputGradients, all_classes
 from laplace_debias.predictive.probing import (
     Capture,
-    call_gradients,
     call_inputs,
     call_normalised,
     data_dims,
@@ -64,14 +64,15 @@ class LayerJacobians:
         self.verify, self.targets, self._verified = verify, targets, set[bool]()
         self._misplaced: set[int] = set()
         self._warned: set[str] = set()
-        self._bytes: dict[object, int] = {}
-        self._scratch = threading.local()  # two threads must not share an array of gradients
+        self._bytes: dict[object, tuple[int, int]] = {}
+        self._gradients = OutputGradients(keep_graph)
+        self.has_output_layer = False
 
-    def prepare(self, x: Inputs) -> int:
-        """Look at one or two data; return the bytes that a datum will need.
+    def prepare(self, x: Inputs) -> tuple[int, int]:
+        """Look at one or two data; return the bytes that a datum needs, and each of its outputs.
 
-        Counted are the output gradients of all layers and outputs, the activations the graph
-        holds, and the Jacobians that have to be formed.
+        Counted are the activations the graph holds, and for each output the gradients at all layers
+        and the Jacobians that have to be formed.
         """
         n = size_of(x, self.key)
         if self.dims is None and n > 1:
@@ -84,15 +85,16 @@ class LayerJacobians:
             return self._bytes[known]
         m = min(n, 2)  # as many as it takes to tell the data apart
         probe = run(self.model, take(x, slice(0, m), self.key), self.modules)
-        C, held = probe.f.shape[1], 1
+        held, per_output = 1, 1
         for call in (call for calls in probe.calls.values() for call in calls):
-            held += ((C + 4) * call.shape.numel() + 2 * call.kept_input.numel()) // m
+            held += (4 * call.shape.numel() + 2 * call.kept_input.numel()) // m
+            per_output += call.shape.numel() // m
         for i, block in enumerate(self.blocks):
             if i in self._misplaced or isinstance(self._sources(block, probe, m), str):
-                held += 2 * C * block.param.numel()  # its Jacobian will be formed
-        self._bytes[known] = (
-            held * torch.finfo(torch.promote_types(probe.f.dtype, torch.float32)).bits // 8
-        )
+                per_output += 2 * block.param.numel()  # its Jacobian will be formed
+        self.has_output_layer = bool(self._output_layer(probe))
+        size = torch.finfo(torch.promote_types(probe.f.dtype, torch.float32)).bits // 8
+        self._bytes[known] = (held * size, per_output * size)
         return self._bytes[known]
 
     def _check(self, x: Inputs) -> None:
@@ -104,7 +106,14 @@ class LayerJacobians:
         )  # fmt: skip
 
     def contract(
-        self, x: Inputs, mode: str, posteriors: Sequence[list[EigenBlock]]
+        self,
+        x: Inputs,
+        mode: str,
+        posteriors: Sequence[list[EigenBlock]],
+        at_once: int | None = None,
+        choose: Callable[[Tensor], Tensor] | None = None,
+        *,
+        apart: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the outputs ``[n, C]`` and, per posterior, the sum of its blocks' contractions.
 
@@ -115,6 +124,11 @@ class LayerJacobians:
             mode: ``"variance"`` (``[n, C, k]``), ``"covariance"`` (``[n, C, C, k]``) or
                 ``"joint"`` (``[n * C, n * C, k]``).
             posteriors: Blocks of each posterior, for the same parameters as this object's.
+            at_once: Most outputs whose gradients are held at once; all by default. Covariances of
+                outputs in different parts take their passes once per pair of parts.
+            choose: For ``"variance"``: turns outputs into the classes ``[n, m]`` whose variances
+                are exact. Those of all others are the output layer's alone.
+            apart: Whether to leave the blocks apart, ``[n_blocks, ...]``, instead of their sum.
         """
         capture = run(self.model, x, self.modules, self.keep_graph)
         n, C = capture.f.shape
@@ -130,13 +144,44 @@ class LayerJacobians:
                 others.append(i)
             elif found:
                 sources[i] = found
-
         self._warn(slow)
-        gradients = self._gradients(capture, sources)
+        moments = partial(self._moments, x, capture, mode, posteriors, sources, others, apart)
+        classes = all_classes(capture.f) if choose is None else choose(capture.f)
+        if mode == "joint" or at_once is None or at_once >= classes.shape[1]:
+            totals = moments(classes)
+        elif mode == "variance":
+            parts = classes.split(at_once, dim=1)
+            pieces = [moments(part, i + 1 == len(parts)) for i, part in enumerate(parts)]
+            totals = [torch.cat(c, dim=1 + apart) for c in zip(*pieces, strict=True)]
+        else:
+            totals = _by_pairs(moments, classes.split(max(1, at_once // 2), dim=1))
+        if choose is not None:
+            rest = [self._output_layer_moments(capture, blocks) for blocks in posteriors]
+            totals = [
+                all_of.scatter(1, classes.unsqueeze(-1).expand(total.shape), total)
+                for all_of, total in zip(rest, totals, strict=True)
+            ]
+        return capture.f, totals
+
+    def _moments(
+        self,
+        x: Inputs,
+        capture: Capture,
+        mode: str,
+        posteriors: Sequence[list[EigenBlock]],
+        sources: dict[int, list[Source]],
+        others: list[int],
+        apart: bool,
+        classes: Tensor,
+        last: bool = True,
+    ) -> list[Tensor]:
+        """Contractions of the chosen outputs ``classes [n, m]``, one per posterior."""
+        n, m = classes.shape
+        gradients = self._gradients(capture, sources, classes, last)
         jacobians: dict[int, Tensor] = {}
         if others:
             params = [self.blocks[i].param for i in others]
-            dense = per_datum_jacobians(self.model, x, params, self.key, self.keep_graph)
+            dense = per_datum_jacobians(self.model, x, params, self.key, self.keep_graph, classes)
             jacobians = dict(zip(others, dense, strict=True))
         structured = [
             self._structured([blocks[i] for blocks in posteriors], sources[i], gradients, mode)
@@ -144,17 +189,36 @@ class LayerJacobians:
         ]
         totals = []
         for number, blocks in enumerate(posteriors):
-            parts = [moments[number] for moments in structured]
+            parts = {i: moments[number] for i, moments in zip(sources, structured, strict=True)}
             for i, J in jacobians.items():
                 chunks = maths.dense_jacobians(
                     J.to(blocks[i].lam.dtype), blocks[i].Q, mode == "joint"
                 )
-                parts.append(maths.contract(chunks, blocks[i].inverses, mode))
-            if not parts:  # no parameter has any influence
-                shape = {"variance": (n, C), "covariance": (n, C, C), "joint": (n * C, n * C)}
-                parts = [blocks[0].lam.new_zeros(*shape[mode], len(blocks[0].delta))]
-            totals.append(sum(parts[1:], parts[0])[..., : len(blocks[0].delta)])
-        return capture.f, totals
+                parts[i] = maths.contract(chunks, blocks[i].inverses, mode)
+            k, names = len(blocks[0].delta), range(len(blocks)) if apart or not parts else parts
+            shape = {"variance": (n, m), "covariance": (n, m, m), "joint": (n * m, n * m)}[mode]
+            nothing = blocks[0].lam.new_zeros(()).expand(*shape, k)  # parameter without influence
+            kept = [parts.get(i, nothing)[..., :k] for i in names]
+            totals.append(torch.stack(kept) if apart else sum(kept[1:], kept[0]))
+        return totals
+
+    def _output_layer(self, capture: Capture) -> dict[int, LayerCall]:
+        """The blocks of a linear layer whose output is the network's, with its call."""
+        found = {}
+        for i, block in enumerate(self.blocks):
+            owners = self.owners.get(id(block.param), [])
+            calls = [call for module, _ in owners for call in capture.calls.get(module, [])]
+            if len(calls) == 1 and calls[0].is_output(capture.f):
+                if isinstance(calls[0].module, nn.Linear) and len(block.Q) <= 2:
+                    found[i] = calls[0]
+        return found
+
+    def _output_layer_moments(self, capture: Capture, blocks: list[EigenBlock]) -> Tensor:
+        """Variances ``[n, C, k]`` of all outputs from the output layer alone."""
+        found = self._output_layer(capture)
+        phi = next(iter(found.values())).kept_input.to(blocks[0].lam.dtype)
+        with torch.set_grad_enabled(self.keep_graph):
+            return last_layer_moments([blocks[i] for i in found], capture.f, phi, "variance")
 
     def _sources(self, block: EigenBlock, capture: Capture, n: int) -> list[Source] | str:
         """Return the calls that make up a block's Jacobian, or why there is no such list."""
@@ -200,57 +264,6 @@ class LayerJacobians:
                 f"nn.Linear and nn.Conv2d, to take the fast way. All of them: {', '.join(new)}.",
                 stacklevel=6,
             )
-
-    def _gradients(self, capture: Capture, sources: dict[int, list[Source]]) -> dict[int, Tensor]:
-        """Return the gradient of every output at every call, ``[n, C, d_out, R]`` by ``id``.
-
-        One backward pass per output, without weight gradients. A loop, because batched passes
-        over all outputs leave the cache and were slower by up to three times.
-        """
-        calls = {id(call): (call, dim) for found in sources.values() for call, dim in found}
-        needed = list(calls.values())
-        n, C = capture.f.shape
-        dtype = torch.promote_types(capture.f.dtype, torch.float32)
-        if not needed:
-            return {}
-        edges = [call.edge for call, _ in needed if call.edge is not None]  # all, see _sources
-        shapes = [(n, C, call.d_out, call.positions(n)) for call, _ in needed]
-        kept: list[list[Tensor]] = [[] for _ in needed]
-        if not self.keep_graph:
-            buffers = self._reserve(shapes, capture.f.new_empty(0, dtype=dtype))
-        for c in range(C):
-            e_c = torch.zeros_like(capture.f)
-            e_c[:, c] = 1
-            grads = torch.autograd.grad(
-                capture.f,
-                edges,
-                e_c,
-                retain_graph=self.keep_graph or c + 1 < C,
-                create_graph=self.keep_graph,
-                allow_unused=True,
-            )
-            for i, ((call, dim), g) in enumerate(zip(needed, grads, strict=True)):
-                g = capture.f.new_zeros(call.shape) if g is None else g
-                g = call_gradients(call, g, n, dim)
-                if self.keep_graph:
-                    kept[i].append(g.to(dtype))
-                else:
-                    buffers[i][:, c].copy_(g)
-        if self.keep_graph:
-            buffers = [torch.stack(g, dim=1) for g in kept]
-        return {id(call): G for (call, _), G in zip(needed, buffers, strict=True)}
-
-    def _reserve(self, shapes: Sequence[tuple[int, ...]], like: Tensor) -> list[Tensor]:
-        """Return arrays of the given shapes, from the last chunk's memory where it suffices.
-
-        Fresh pages for every chunk would cost as much as writing the gradients to them.
-        """
-        numels = [math.prod(shape) for shape in shapes]
-        flat = getattr(self._scratch, "flat", None)
-        if flat is None or flat.dtype != like.dtype or flat.numel() < sum(numels):
-            flat = self._scratch.flat = like.new_empty(sum(numels))
-        parts = flat[: sum(numels)].split(numels)
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _structured(
         self,
@@ -300,10 +313,24 @@ class LayerJacobians:
                     sides = [maths.input_side(a, w) for w in block.inverses(input_first=True)]
                     results.append(maths.contract([g], partial(iter, sides), mode))
                 return results
-            inverses = [partial(_rows_of, block) for block in blocks]
+            inverses = [lambda rows, b=block: b.inverses(rows=rows) for block in blocks]
             return maths.weight_moments(inputs, G, bases, inverses, mode)
 
 
-def _rows_of(block: EigenBlock, rows: slice) -> Iterable[Tensor]:
-    """Posterior variances of some output directions of a weight."""
-    return block.inverses(rows=rows)
+def _by_pairs(
+    moments: Callable[[Tensor, bool], list[Tensor]], parts: Sequence[Tensor]
+) -> list[Tensor]:
+    """Covariances of all outputs from those of any two parts of them."""
+    rows: list[list[list[Tensor]]] = []  # [part][other part][posterior]
+    for i, one in enumerate(parts):
+        rows.append([[t.transpose(1, 2) for t in rows[j][i]] for j in range(i)])
+        for j, two in enumerate(parts[i:], i):
+            last = i + 1 == len(parts)
+            both = moments(one if i == j else torch.cat([one, two], dim=1), last)
+            m = one.shape[1]
+            rows[i].append([t if i == j else t[:, :m, m:] for t in both])
+    n_posteriors = len(rows[0][0])
+    return [
+        torch.cat([torch.cat([piece[p] for piece in row], dim=2) for row in rows], dim=1)
+        for p in range(n_posteriors)
+    ]

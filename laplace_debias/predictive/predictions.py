@@ -18,7 +18,7 @@ from laplace_debias.predictive.links import (
     needs_diagonal_only,
 )
 
-METHODS = ("exact", "samples", "auto")
+METHODS = ("exact", "top", "samples", "auto")
 Prediction = tuple[Tensor, ...]
 """``(log-probabilities,)`` for classification, ``(mean, covariance)`` for regression."""
 
@@ -57,9 +57,26 @@ class Predictor(Protocol):
         """Outputs, and samples of them."""
         ...
 
-    def prefers_samples(self, n_samples: int, diagonal_output: bool) -> bool:
-        """Whether samples cost less than exact moments."""
+    def top(self, x: Inputs, diagonal_output: bool = True) -> Moments:
+        """Variances, exact for the classes that carry the probability."""
         ...
+
+    def chosen_method(self, x: Inputs, n_samples: int, diagonal_output: bool) -> str:
+        """Which way ``method="auto"`` takes."""
+        ...
+
+
+def logit_temperature_of(la: Any) -> float:
+    """What a Laplace approximation's logits are divided by; 1 for laplace-torch's own.
+
+    Args:
+        la: A Laplace approximation, ours or laplace-torch's.
+
+    Example:
+        >>> logit_temperature_of(object())
+        1.0
+    """
+    return float(getattr(la, "logit_temperature", 1.0))
 
 
 def check_method(method: str) -> None:
@@ -81,6 +98,7 @@ def glm_predictions(
     generator: torch.Generator | None = None,
     diagonal_output: bool = False,
     labels: bool = False,
+    logit_temperature: float = 1.0,
 ) -> Iterator[Prediction]:
     """Yield one prediction per prior precision of the predictor.
 
@@ -90,11 +108,13 @@ def glm_predictions(
         regression: Whether the outputs are the predictions themselves.
         link_approx: Link approximation for classification.
         n_samples: Number of samples for ``link_approx="mc"`` or ``method="samples"``.
-        method: ``"exact"``, ``"samples"`` or ``"auto"``. With samples and ``link_approx="mc"`` no
-            covariance is formed: the samples themselves go through the softmax.
+        method: ``"exact"``, ``"top"``, ``"samples"`` or ``"auto"``. With samples and
+            ``link_approx="mc"`` no covariance is formed: the samples go through the softmax.
         generator: Random number generator for samples, shared by all prior precisions.
         diagonal_output: Leave out covariances between outputs.
         labels: Whether every output is a yes-or-no label of its own (Bernoulli).
+        logit_temperature: T, by which logits are divided: their means by T, their (co)variances by
+            its square. Regression knows none.
 
     Yields:
         ``(log-probabilities [n, C],)`` for classification, of no and yes for labels
@@ -109,14 +129,17 @@ def glm_predictions(
     diagonal = diagonal_output if regression else needs_diagonal_only(link_approx, diagonal_output)
     diagonal |= labels
     if method == "auto":
-        method = "samples" if predictor.prefers_samples(n_samples, diagonal) else "exact"
+        method = predictor.chosen_method(x, n_samples, diagonal)
     if method == "samples" and link_approx == "mc" and not regression and (labels or not diagonal):
         _, samples = predictor.samples(x, n_samples, generator)
         for drawn in samples:
-            yield ((mean_label_log_probabilities if labels else mean_log_probabilities)(drawn),)
+            link = mean_label_log_probabilities if labels else mean_log_probabilities
+            yield (link(drawn / logit_temperature),)
         return
     if method == "samples":
         result = predictor.sampled(x, n_samples, generator, diagonal)
+    elif method == "top":
+        result = predictor.top(x, diagonal)
     else:
         result = predictor(x, diagonal)
     covariance = result.covariance if predictor.many else result.covariance.unsqueeze(0)
@@ -124,12 +147,12 @@ def glm_predictions(
         for one in covariance:
             yield result.mean, one
         return
+    mean, covariance = result.mean / logit_temperature, covariance / logit_temperature**2
     options: dict[str, Any] = {"n_samples": n_samples, "generator": generator}
     if labels:
-        log_probs = label_log_probabilities(result.mean, covariance, link_approx, **options)
+        log_probs = label_log_probabilities(mean, covariance, link_approx, **options)
     else:
-        log_probs = class_log_probabilities(
-            result.mean, covariance, link_approx, diagonal=diagonal, **options
-        )
+        options["diagonal"] = diagonal
+        log_probs = class_log_probabilities(mean, covariance, link_approx, **options)
     for one in log_probs:
         yield (one,)

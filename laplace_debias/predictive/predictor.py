@@ -9,7 +9,7 @@ precisions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from laplace_debias.data.inputs import INPUT_TYPES, Inputs, size_of, take
 from laplace_debias.data.reading import on_device
 from laplace_debias.network.features import outputs_and_features
+from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.preserve import differentiable
 from laplace_debias.network.upstream import (
     decomposed,
@@ -38,11 +39,14 @@ from laplace_debias.predictive.eigenblocks import (
 )
 from laplace_debias.predictive.last_layer import last_layer_moments
 from laplace_debias.predictive.layer_jacobians import LayerJacobians
+from laplace_debias.predictive.output_gradients import top_classes
 from laplace_debias.predictive.predictions import check_method
 from laplace_debias.predictive.prior_nodes import N_NODES, prior_nodes
 from laplace_debias.predictive.weight_samples import WeightSampler
 
 DEFAULT_MEMORY_BUDGET = 512 * 2**20
+N_TOP = 20
+"""Most classes whose variances :meth:`StructuredPredictor.top` makes exact."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class LinearizedPredictive:
             covariance of all data ``[n * C, n * C]`` with ``joint``. With many prior precisions
             a leading dimension k in front.
         prior_precisions: The prior precisions ``[k, n_blocks]``.
-        method: ``"exact"`` or ``"samples"``.
+        method: ``"exact"``, ``"top"`` or ``"samples"``.
     """
 
     mean: Tensor
@@ -155,19 +159,77 @@ class StructuredPredictor:
         with differentiable(self.la.model, self.params):
             return sampler(self._inputs(x), n_samples, generator)
 
-    def prefers_samples(self, n_samples: int, diagonal_output: bool) -> bool:
-        """Say whether ``n_samples`` samples cost less than the exact covariances.
+    def top(self, x: Inputs, diagonal_output: bool = True) -> LinearizedPredictive:
+        r"""Return exact variances of the classes that carry the probability.
+
+        Those are all but 1e-4 of each datum's mass, and at most 20 classes. The variances of the
+        others are the output layer's alone, in closed form: too small, where it hardly matters.
+
+        Args:
+            x: Inputs ``[n, ...]``, or a mapping of tensors.
+            diagonal_output: Must be true: there are no covariances.
+
+        Raises:
+            ValueError: If covariances are asked for, or the network does not end in a linear layer
+                with Bayesian parameters.
+        """
+        if not diagonal_output or is_last_layer(self.la):
+            raise ValueError(
+                "Expected method='top' for variances of an all-layer posterior, got a link that "
+                "needs covariances, or a last layer, which is exact anyway. Remedy: "
+                "method='exact' or 'samples', or link_approx='probit'."
+            )
+        x = self._inputs(x)
+        with differentiable(self.la.model, self.params):
+            self._layers.prepare(x)
+            if not self._layers.has_output_layer:
+                raise ValueError(
+                    "Expected a network that ends in an nn.Linear with Bayesian parameters for "
+                    "method='top', got another one. Remedy: method='samples' or 'exact'."
+                )
+            f, (moments,) = self._all_layers(x, "variance", [self.blocks], top_classes)
+        if not self.keep_graph:
+            f, moments = f.detach(), moments.detach()
+        return self._result(f, moments, "top")
+
+    def chosen_method(self, x: Inputs, n_samples: int, diagonal_output: bool) -> str:
+        """The way that ``method="auto"`` takes: exact, unless that costs five times another.
 
         Counted in forward passes: a backward pass or a forward-mode product costs about two. The
         exact way takes one backward pass and as much again for the contraction per output, and,
-        unless only diagonals are needed, C products per output. The last layer's closed form is
-        always exact: it needs no pass at all.
+        unless only diagonals are needed, C products per output; :meth:`top` does so for at most 20
+        outputs; S samples take a product each for every prior precision. The last layer's closed
+        form is always exact: it needs no pass at all.
         """
         if is_last_layer(self.la):
-            return False
-        C = self.la.n_outputs
-        exact = 4 * C + (0 if diagonal_output else C * len(self.deltas))
-        return 2 * n_samples * len(self.deltas) < exact
+            return "exact"
+        C, k = self.la.n_outputs, len(self.deltas)
+        costs = {"samples": 2 * max(n_samples, 20) * k}
+        exact = 4 * C + (0 if diagonal_output else C * k)
+        if exact <= 5 * min(4 * N_TOP, *costs.values()):
+            return "exact"
+        if diagonal_output and likelihood_name(self.la.likelihood) == "classification":
+            x = self._inputs(x)
+            with differentiable(self.la.model, self.params):
+                self._layers.prepare(x)
+            if self._layers.has_output_layer:
+                costs["top"] = 4 * N_TOP
+        best = min(costs, key=lambda name: costs[name])
+        return best if 5 * costs[best] < exact else "exact"
+
+    def apart(self, x: Inputs, diagonal_output: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the outputs ``[n, C]`` and what each block adds to their exact (co)variances.
+
+        The latter is ``[n_blocks, n, C, C, k]``, with ``diagonal_output`` ``[n_blocks, n, C, k]``.
+        """
+        x, mode = self._inputs(x), "variance" if diagonal_output else "covariance"
+        with differentiable(self.la.model, self.params):
+            if is_last_layer(self.la):
+                f, moments = self._last_layer(x, mode, apart=True)
+            else:
+                f, (moments,) = self._all_layers(x, mode, [self.blocks], apart=True)
+        c = self._coefficients
+        return f.detach(), moments.detach() if c is None else moments.detach() @ c
 
     def _inputs(self, x: Inputs) -> Inputs:
         """Bring tensors to the model's device, out of inference mode."""
@@ -185,37 +247,50 @@ class StructuredPredictor:
 
     def _result(self, f: Tensor, moments: Tensor, method: str) -> LinearizedPredictive:
         """Bring ``[..., k]`` to ``[k, ...]``, or drop k for a single prior precision."""
-        if method == "exact" and self._coefficients is not None:  # moments are those of the nodes
+        if method != "samples" and self._coefficients is not None:  # moments are those of the nodes
             moments = moments @ self._coefficients
         moments = moments.movedim(-1, 0) if self.many else moments.squeeze(-1)
         return LinearizedPredictive(f, moments.to(f.dtype), self.deltas, method)
 
     def _all_layers(
-        self, x: Inputs, mode: str, posteriors: Sequence[list[EigenBlock]]
+        self,
+        x: Inputs,
+        mode: str,
+        posteriors: Sequence[list[EigenBlock]],
+        choose: Callable[[Tensor], Tensor] | None = None,
+        *,
+        apart: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Contract chunk by chunk of data; a joint covariance takes all data at once."""
+        """Contract chunk by chunk of data; a joint covariance takes all data at once.
+
+        A datum with too many outputs for the memory budget is cut over these as well.
+        """
         key = row_keys(self.la)
-        n, bytes_per_datum = size_of(x, key), self._layers.prepare(x)
-        size = n if mode == "joint" else max(1, self.memory_budget // bytes_per_datum)
+        n, (held, per_output) = size_of(x, key), self._layers.prepare(x)
+        C = self.la.n_outputs if choose is None else min(N_TOP, self.la.n_outputs)
+        size = n if mode == "joint" else max(1, self.memory_budget // (held + C * per_output))
+        at_once = max(1, min(C, (self.memory_budget - held) // per_output))
+        options = (at_once if mode != "joint" and size == 1 and not apart else None, choose)
         if size >= n:
-            return self._layers.contract(x, mode, posteriors)
+            return self._layers.contract(x, mode, posteriors, *options, apart=apart)
         size = -(-n // -(-n // size))  # chunks of one size: a small last one costs more per datum
         parts = []
         for start in range(0, n, size):
             rows = take(x, slice(start, start + size), key)
-            f, moments = self._layers.contract(rows, mode, posteriors)
+            f, moments = self._layers.contract(rows, mode, posteriors, *options, apart=apart)
             parts.append((f if self.keep_graph else f.detach(), moments))
         columns = zip(*(moments for _, moments in parts), strict=True)
-        return torch.cat([f for f, _ in parts]), [torch.cat(column) for column in columns]
+        return torch.cat([f for f, _ in parts]), [torch.cat(c, dim=int(apart)) for c in columns]
 
-    def _last_layer(self, x: Inputs, mode: str) -> tuple[Tensor, Tensor]:
+    def _last_layer(self, x: Inputs, mode: str, apart: bool = False) -> tuple[Tensor, Tensor]:
         """The closed form of a last layer, from its features."""
         if not self._verified:
             verify_last_layer(self.la.model, x, row_keys(self.la), self.la.dict_key_y)
         self._verified = True
         with torch.set_grad_enabled(self.keep_graph):
             f, phi = outputs_and_features(feature_extractor(self.la.model), x)
-            return f, last_layer_moments(self.blocks, f, phi.to(self.deltas.dtype), mode)
+            phi = phi.to(self.deltas.dtype)
+            return f, last_layer_moments(self.blocks, f, phi, mode, apart=apart)
 
 
 class SharedPredictor:
@@ -309,7 +384,8 @@ def linearized_predictive(
         memory_budget: Bytes to stay within by cutting the data into chunks.
         method: ``"exact"``; ``"samples"`` to estimate the covariances from samples of the weights
             through the linearised network, whose cost does not grow with the number of outputs;
-            or ``"auto"``, whichever of the two costs less.
+            ``"top"`` for exact variances of the classes that carry the probability and the output
+            layer's own for the rest; or ``"auto"``: exact, unless another costs a fifth of it.
         n_samples: Number of samples, if any.
         generator: Random number generator for the samples.
 
@@ -333,15 +409,16 @@ def linearized_predictive(
         (torch.Size([5, 2]), torch.Size([3, 5, 2, 2]))
     """
     check_method(method)
-    if joint and (diagonal_output or method == "samples"):
+    if joint and (diagonal_output or method in ("samples", "top")):
         raise ValueError(
-            "Expected joint=True alone, got it with diagonal_output=True or method='samples'. "
+            f"Expected joint=True alone, got it with diagonal_output=True or method={method!r}. "
             "Remedy: drop one of them."
         )
     predictor = StructuredPredictor(la, prior_precisions, memory_budget)
     if method == "auto":
-        sampling = not joint and predictor.prefers_samples(n_samples, diagonal_output)
-        method = "samples" if sampling else "exact"
+        method = "exact" if joint else predictor.chosen_method(x, n_samples, diagonal_output)
+    if method == "top":
+        return predictor.top(x, diagonal_output)
     if method == "samples":
         return predictor.sampled(x, n_samples, generator, diagonal_output)
     return predictor(x, diagonal_output, joint)

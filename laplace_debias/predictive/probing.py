@@ -180,19 +180,26 @@ def data_dims(
 
 
 def per_datum_jacobians(
-    model: nn.Module, x: Inputs, params: list[Tensor], key: Keys, keep_graph: bool = False
+    model: nn.Module,
+    x: Inputs,
+    params: list[Tensor],
+    key: Keys,
+    keep_graph: bool = False,
+    classes: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return exact Jacobians ``[n, C, D]`` of some parameters, one datum and output at a time.
+    """Return exact Jacobians ``[n, m, D]`` of some parameters, one datum and output at a time.
 
-    The slow way that works for anything autograd can differentiate.
+    The slow way that works for anything autograd can differentiate. Of all outputs, unless
+    ``classes [n, m]`` names some for each datum.
     """
     rows: list[list[Tensor]] = [[] for _ in params]
-    for i in range(size_of(x, key)):
+    n = size_of(x, key)
+    for i in range(n):
         f = call_model(model, take(x, slice(i, i + 1), key)).reshape(-1)
-        for c in range(len(f)):
+        for c in range(len(f)) if classes is None else classes[i].tolist():
             grads = torch.autograd.grad(
                 f[c], params, retain_graph=True, create_graph=keep_graph, allow_unused=True
             )
             for row, g, p in zip(rows, grads, params, strict=True):
                 row.append((torch.zeros_like(p) if g is None else g).flatten())
-    return [torch.stack(row).unflatten(0, (-1, len(f))) for row in rows]
+    return [torch.stack(row).unflatten(0, (n, -1)) for row in rows]

@@ -37,9 +37,9 @@ _forward_mode_lock = threading.Lock()
 def posterior_step(eps: Tensor, block: EigenBlock, k: int) -> Tensor:
     r"""Turn standard normal numbers into posterior samples minus their mean.
 
-    :math:`P^{-1/2} \epsilon = Q_B \, [\, (Q_B^\top E Q_A) / \sqrt{\lambda + \delta_k} \,] \,
-    Q_A^\top`, with :math:`E` the numbers in the shape of the weight; for a single factor
-    :math:`Q \, [\, (Q^\top \epsilon) / \sqrt{\lambda + \delta_k} \,]`.
+    :math:`Q_B \, [\, E / \sqrt{\lambda + \delta_k} \,] \, Q_A^\top`, with :math:`E` the numbers in
+    the shape of the weight, drawn along the eigenvectors; for a single factor
+    :math:`Q \, [\, \epsilon / \sqrt{\lambda + \delta_k} \,]`.
 
     Args:
         eps: Standard normal numbers ``[S, D]``.
@@ -51,11 +51,11 @@ def posterior_step(eps: Tensor, block: EigenBlock, k: int) -> Tensor:
     """
     scale = (block.lam + block.delta[k]).rsqrt()
     if len(block.Q) == 1:
-        step = (eps @ block.Q[0] * scale) @ block.Q[0].T
+        step = (eps * scale) @ block.Q[0].T
     else:
         Q_B, Q_A = block.Q
         E = eps.unflatten(1, (len(Q_B), len(Q_A)))
-        step = Q_B @ (Q_B.T @ E @ Q_A * scale) @ Q_A.T
+        step = Q_B @ (E * scale) @ Q_A.T
     return step.reshape(len(eps), *block.param.shape).to(block.param.dtype)
 
 

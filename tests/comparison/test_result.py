@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from laplace_debias.comparison.result import ComparisonResult, ComparisonRow
+from laplace_debias.comparison import ComparisonResult, ComparisonRow
 
 
 def hand_made():

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from sklearn.metrics import roc_curve
 from torchmetrics.classification import MulticlassCalibrationError
 
 from laplace_debias.evaluation.metrics import (
@@ -15,6 +16,7 @@ from laplace_debias.evaluation.metrics import (
     Brier,
     MeanEntropy,
     entropy_auroc,
+    entropy_fpr95,
     predictive_entropy,
 )
 
@@ -169,3 +171,15 @@ def test_auroc_separates_tiny_entropies():
     id_entropies = torch.tensor([3e-11, math.log(4)])
     ood_entropies = torch.tensor([3e-8, math.log(4)])
     assert entropy_auroc(id_entropies, ood_entropies) == (1 + 1 + 0 + 0.5) / 4
+
+
+def test_fpr95_against_sklearn():
+    generator = torch.Generator().manual_seed(0)
+    inside = 5 * torch.rand(200, generator=generator, dtype=torch.float64) ** 3  # beyond 1 as well
+    outside = 0.5 + 4 * torch.rand(150, generator=generator, dtype=torch.float64)
+    is_id = [1] * 200 + [0] * 150
+    fpr, tpr, _ = roc_curve(is_id, -torch.cat([inside, outside]).numpy(), drop_intermediate=False)
+    assert entropy_fpr95(inside, outside) == pytest.approx(fpr[tpr >= 0.95].min())
+    threshold = inside.sort().values[189]  # 190 of 200 pass
+    assert entropy_fpr95(inside, outside) == pytest.approx((outside <= threshold).double().mean())
+    assert entropy_fpr95(inside, inside + 100) == 0.0

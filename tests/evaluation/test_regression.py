@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from scipy.integrate import quad
+from scipy.stats import norm
+from torchmetrics.regression import ContinuousRankedProbabilityScore
 
 from laplace_debias.evaluation.regression import (
+    CRPS,
     MSE,
     RMSE,
     Coverage,
     GaussianNLL,
+    Sharpness,
     gaussian_nll,
     with_noise,
 )
@@ -124,3 +130,32 @@ def test_levels_and_directions():
         Coverage(90)
     better = [metric().higher_is_better for metric in METRICS.values()]
     assert better == [False, False, False, None]
+
+
+def test_crps_against_its_integral():
+    mean, covariance, targets = problem(n=4, D=2)
+    expected = []
+    for m, S, y in zip(mean, covariance, targets, strict=True):
+        for d in range(2):
+            normal = norm(m[d].item(), S[d, d].sqrt().item())
+            below = quad(lambda t, f=normal: f.cdf(t) ** 2, -np.inf, y[d].item())[0]
+            above = quad(lambda t, f=normal: f.sf(t) ** 2, y[d].item(), np.inf)[0]
+            expected.append(below + above)
+    ours = value_of(CRPS(), (mean, covariance, targets))
+    assert ours == pytest.approx(np.mean(expected), rel=1e-6)
+
+
+def test_crps_of_samples_converges_to_it():
+    mean, covariance, targets = problem(n=3, D=1)
+    torch.manual_seed(0)
+    draws = torch.distributions.Normal(mean, covariance[..., 0].sqrt()).sample((4000,))
+    sampled = ContinuousRankedProbabilityScore()
+    sampled.update(draws.squeeze(-1).T.float(), targets.squeeze(-1).float())
+    ours = value_of(CRPS(), (mean, covariance, targets))
+    assert ours == pytest.approx(sampled.compute().item(), rel=0.03)
+
+
+def test_sharpness_and_noise():
+    batch = (torch.zeros(2, 2), torch.tensor([[0.0, 3.0], [8.0, 15.0]]), torch.zeros(2, 2))
+    assert value_of(Sharpness(1.0), batch) == pytest.approx((1 + 2 + 3 + 4) / 4)
+    assert value_of(CRPS(1.0), batch) > value_of(CRPS(0.5), batch)

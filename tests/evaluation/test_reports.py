@@ -26,13 +26,18 @@ REPORT = ClassificationReport(
     accuracy=0.75,
     nll=math.inf,
     ece=0.15,
+    adaptive_ece=0.12,
+    classwise_ece=0.1,
     brier=0.5,
+    aurc=0.05,
     mean_entropy=0.3,
     bins=BINS,
     adaptive_bins=BINS,
-    ood=OODReport(auroc=0.8, mean_entropy=0.6, n_data=7),
+    ood=OODReport(auroc=0.8, fpr95=0.4, mean_entropy=0.6, n_data=7),
 )
-REGRESSION = RegressionReport(n_data=2, nll=1.0, rmse=0.5, coverage={0.5: 0.5, 0.9: 1.0})
+REGRESSION = RegressionReport(
+    n_data=2, nll=1.0, crps=0.3, rmse=0.5, sharpness=0.4, coverage={0.5: 0.5, 0.9: 1.0}
+)
 
 
 def test_calibration_error_by_hand():
@@ -88,9 +93,13 @@ def test_scalars_by_name():
         "accuracy": 0.75,
         "nll": math.inf,
         "ece": 0.15,
+        "adaptive_ece": 0.12,
+        "classwise_ece": 0.1,
         "brier": 0.5,
+        "aurc": 0.05,
         "mean_entropy": 0.3,
         "ood_auroc": 0.8,
+        "ood_fpr95": 0.4,
         "ood_mean_entropy": 0.6,
         "ood_n_data": 7,
     }
@@ -100,7 +109,7 @@ def test_scalars_by_name():
 def test_json_holds_everything():
     loaded = json.loads(REPORT.to_json())
     assert loaded["nll"] == "inf" and loaded["accuracy"] == 0.75
-    assert loaded["ood"] == {"auroc": 0.8, "mean_entropy": 0.6, "n_data": 7}
+    assert loaded["ood"] == {"auroc": 0.8, "fpr95": 0.4, "mean_entropy": 0.6, "n_data": 7}
     assert loaded["bins"]["count"] == [1, 3]
     assert json.loads(REGRESSION.to_json())["coverage"] == {"0.5": 0.5, "0.9": 1.0}
 

@@ -21,7 +21,7 @@ def test_options_reach_their_metrics():
     ece.update(LOG_PROBS, LABELS)
     assert ece.compute().item() == pytest.approx(0.75 - 2 / 3, rel=1e-5)
     table = metric_table("regression", sigma_noise=2.0, levels=(0.6,))
-    assert list(table) == ["nll", "rmse", "mse", "coverage_60"]
+    assert list(table) == ["nll", "crps", "rmse", "mse", "sharpness", "coverage_60"]
     batch = (torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1))
     values = {}
     for name, make in table.items():

@@ -50,8 +50,13 @@ def test_stochastic_backend_takes_one_backward_pass():
     torch.manual_seed(0)
     _, kron = HookGGN(model, "classification", stochastic=True).kron(x, y, N=6)
     generator = torch.Generator().manual_seed(0)
-    v = sampled_hessian_root(model(x).detach(), "classification", generator).squeeze(2)
-    torch.testing.assert_close(kron.kfacs[2][0], v.T @ v)
+    hidden = model[0](x).detach().requires_grad_()
+    f = model[1:](hidden)
+    v = sampled_hessian_root(f.detach(), "classification", generator).squeeze(2)
+    (g,) = torch.autograd.grad(f, hidden, v)
+    torch.testing.assert_close(kron.kfacs[0][0], g.T @ g)
+    p = f.detach().softmax(-1)  # at the output the Hessian itself, not a sample of it
+    torch.testing.assert_close(kron.kfacs[2][0], torch.diag(p.sum(0)) - p.T @ p)
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])

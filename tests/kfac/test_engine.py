@@ -10,7 +10,7 @@ from laplace.curvature.curvlinops import CurvlinopsEF, CurvlinopsGGN
 from torch import nn
 
 from laplace_debias.kfac.backend import HookEF, HookGGN
-from laplace_debias.kfac.engine import kfac_factors
+from laplace_debias.kfac.engine import Engine, kfac_factors
 from laplace_debias.network.loss import (
     mean_loss_hessian,
 )
@@ -198,3 +198,41 @@ def test_factors_add_up():
     torch.testing.assert_close(forward.outputs, forward_factors(model, x).outputs)
     with pytest.raises(ValueError, match="same model"):
         both + kfac_factors(model[2:], torch.randn(2, 4, 5, 6).double(), likelihood="regression")
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_the_output_layer_takes_no_backward_pass(likelihood):
+    """Its B is the sum of the loss Hessians, weights included."""
+    torch.manual_seed(0)
+    layer, X = nn.Linear(3, 4).double(), torch.randn(6, 3, dtype=torch.float64)
+    w = torch.rand(6, dtype=torch.float64)
+    engine = Engine(layer, likelihood)
+    factors = engine.factors(X, weights=w)
+    assert engine.cost.backward == 0 and factors.backward == 0
+    loss = {
+        "classification": lambda f: torch.nn.functional.cross_entropy(f, torch.tensor(1)),
+        "regression": lambda f: 0.5 * f.square().sum(),
+    }[likelihood]
+    expected = sum(
+        w_n * torch.autograd.functional.hessian(loss, f)
+        for w_n, f in zip(w, layer(X).detach(), strict=True)
+    )
+    for B in factors.B:
+        torch.testing.assert_close(B, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_the_textbook_s_labels_stay_samples_at_the_output():
+    engine = Engine(nn.Linear(3, 4), "classification", "mc", sampler="label")
+    engine.factors(torch.randn(6, 3))
+    assert engine.cost.backward == 6
+
+
+def test_many_outputs_are_sampled_unless_exact_ones_are_asked_for():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 30))
+    engine = Engine(net, "classification", exact_up_to=20)
+    with pytest.warns(UserWarning, match=r"30 outputs are sampled.*fisher='exact'"):
+        engine.factors(torch.randn(6, 3))
+    assert engine.cost.backward == 6 and engine.fisher == "mc"
+    exact = Engine(net, "classification")
+    exact.factors(torch.randn(6, 3))
+    assert exact.cost.backward == 6 * 29

@@ -7,74 +7,23 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+import torch  # noqa: E402
 
-from laplace_debias.comparison.result import ComparisonResult, ComparisonRow  # noqa: E402
+from laplace_debias.evaluation import SweepResult, TuningResult, risk_coverage  # noqa: E402
 from laplace_debias.evaluation.reports import ReliabilityBins  # noqa: E402
-from laplace_debias.plots.evaluation import plot_comparison, plot_reliability, plot_runtimes  # noqa: E402
+from laplace_debias.plots.evaluation import (  # noqa: E402
+    plot_band,
+    plot_ood,
+    plot_reliability,
+    plot_risk_coverage,
+    plot_sweep,
+)
 
 
 @pytest.fixture(autouse=True)
 def close_figures():
     yield
     plt.close("all")
-
-
-def result_with(*methods, reference="full"):
-    grid, rows = (1.0, 10.0, 100.0), []
-    for method in methods:
-        if method == "plain":
-            rows.append(ComparisonRow(method, 0, 0, 0, None, {"nll": 0.7, "ece": 0.1}))
-            continue
-        single = method == reference
-        for budget in (100,) if single else (8, 16, 32):
-            for draw in range(1 if single else 3):
-                for delta in grid:
-                    value = 1 / delta + (0 if single else 0.1 * draw + 1 / budget)
-                    size = budget // 2 if method == "two-batch" else budget
-                    metrics = {"nll": value, "ece": value / 2}
-                    rows.append(ComparisonRow(method, budget, size, draw, delta, metrics))
-    return ComparisonResult(tuple(rows), 100, {})
-
-
-def test_comparison_draws_every_curve():
-    result = result_with("plain", "single", "two-batch", "full")
-    axes = plot_comparison(result, ("nll", "ece"))
-    assert [ax.get_ylabel() for ax in axes] == ["NLL", "ECE"]
-    assert all(ax.get_xscale() == "log" for ax in axes)
-    lines = {line.get_label(): line for line in axes[0].get_lines()}
-    assert set(lines) == {
-        "plain", "full", "single, 8", "single, 16", "single, 32",
-        "two-batch, 2 x 4", "two-batch, 2 x 8", "two-batch, 2 x 16",
-    }  # fmt: skip
-    full = lines["full"]
-    np.testing.assert_allclose(full.get_xdata(), [0.01, 0.1, 1.0])  # beta = prior precision / N
-    np.testing.assert_allclose(full.get_ydata(), [1.0, 0.1, 0.01])
-    # the mean over the three draws
-    np.testing.assert_allclose(lines["single, 8"].get_ydata()[0], 1 + 0.1 + 1 / 8)
-    bars = axes[0].collections[0].get_segments()
-    assert bars[0][1][1] - bars[0][0][1] == pytest.approx(0.2)  # from smallest to largest draw
-    markers = {label: line.get_marker() for label, line in lines.items()}
-    assert len({markers["full"], markers["single, 8"], markers["two-batch, 2 x 4"]}) == 3
-
-
-def test_lighter_means_fewer_data():
-    axes = plot_comparison(result_with("single", "two-batch", "full"), ("nll",))
-    lines = {line.get_label(): line for line in axes[0].get_lines()}
-    lightness = [np.mean(lines[f"single, {size}"].get_color()) for size in (8, 16, 32)]
-    assert lightness == sorted(lightness, reverse=True)
-
-
-def test_other_methods_and_given_axes():
-    figure, given = plt.subplots(1, 1)
-    (ax,) = plot_comparison(
-        result_with("single", "crossfit", "large-batch", reference="large-batch"), ("nll",), [given]
-    )
-    assert ax is given
-    labels = [line.get_label() for line in ax.get_lines()]
-    assert "crossfit, 8" in labels
-    assert "large-batch (100 data)" in labels
-    with pytest.raises(ValueError, match="Expected 2 axes"):
-        plot_comparison(result_with("full"), ("nll", "ece"), [given])
 
 
 def test_reliability_diagram():
@@ -85,17 +34,61 @@ def test_reliability_diagram():
     assert ax.get_title() == "ECE 0.150"
 
 
-def test_runtime_bars():
-    runtimes = {
-        "single": {"construct": [1.0, 3.0], "sample": [0.5, 0.5]},
-        "two-batch": {"construct": [1.0, 3.0], "debias": [0.1, 0.1], "sample": [0.5, 0.5]},
-    }
-    ax = plot_runtimes(runtimes)
-    heights = {bar.get_label(): [patch.get_height() for patch in bar] for bar in ax.containers
-               if hasattr(bar, "patches")}  # fmt: skip
-    assert heights["construct"] == [2.0, 2.0]
-    assert heights["debias"] == [0.1]
-    assert heights["total"] == pytest.approx([2.5, 2.6])
-    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["single", "two-batch"]
-    with pytest.raises(ValueError, match="at least one method"):
-        plot_runtimes({})
+def _lines(ax):
+    return {line.get_label(): line for line in ax.get_lines()}
+
+
+def test_sweep_marks_the_chosen_point():
+    grid = torch.tensor([0.1, 1.0, 10.0])
+    sweep = SweepResult(grid, {"nll": (5.0, 0.3, 0.4)}, {"nll": False}, 8, "probit")
+    ax = plot_sweep(sweep)
+    lines = _lines(ax)
+    assert lines["chosen"].get_xydata().tolist() == [[1.0, 0.3]]
+    np.testing.assert_allclose(lines["NLL"].get_ydata(), [5.0, 0.3, 0.4])
+    assert ax.get_xscale() == "log" and ax.get_yscale() == "log"
+
+
+def test_tuning_shows_two_temperatures_and_the_plain_network():
+    values = ((0.5, 0.6, 0.7), (0.45, 0.4, 0.3), (0.35, 0.5, 0.6))
+    result = TuningResult(
+        "nll", False, (0.1, 1.0, 10.0), (0.5, 1.0, 2.0), values, (0.8, 0.7, 0.6), 8, "probit"
+    )
+    ax = plot_sweep(result)
+    lines = _lines(ax)
+    assert set(lines) == {"$T$ = 1", "$T$ = 2", "plain, $T$ = 2", "chosen"}
+    assert lines["chosen"].get_xydata().tolist() == [[1.0, 0.3]]
+    assert lines["plain, $T$ = 2"].get_ydata()[0] == 0.6
+    np.testing.assert_allclose(lines["$T$ = 2"].get_ydata(), [0.7, 0.3, 0.6])
+    assert lines["$T$ = 1"].get_linestyle() != lines["$T$ = 2"].get_linestyle()
+
+
+def test_risk_coverage_curves():
+    curve = risk_coverage(torch.tensor([0.9, 0.6, 0.3]), torch.tensor([0.0, 1.0, 1.0]))
+    ax = plot_risk_coverage({"plain": curve, "two-batch": curve})
+    first, second = ax.get_lines()
+    np.testing.assert_allclose(first.get_ydata(), [0, 1 / 2, 2 / 3])
+    np.testing.assert_allclose(first.get_xdata(), [1 / 3, 2 / 3, 1])
+    assert first.get_linestyle() != second.get_linestyle()
+    assert "AURC 0.389" in first.get_label()
+
+
+def test_histograms_are_shares():
+    ax = plot_ood(torch.tensor([0.0, 0.1, 0.1, 1.0]), torch.tensor([1.0, 2.0]), n_bins=2, title="t")
+    filled, outline = ax.containers[0], ax.patches[-1]
+    assert [bar.get_height() for bar in filled] == pytest.approx([0.75, 0.25])
+    assert outline.get_hatch() == "////" and ax.get_title() == "t"
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == [
+        "in distribution", "out of distribution",
+    ]  # fmt: skip
+
+
+def test_band():
+    x = torch.tensor([[1.0], [0.0]])
+    ax = plot_band(x, 2 * x, torch.tensor([[[4.0]], [[1.0]]]), noise=1.0, data=(x, x))
+    lines = _lines(ax)
+    assert lines["mean"].get_xydata().tolist() == [[0.0, 0.0], [1.0, 2.0]]  # sorted
+    outer, inner = (band.get_paths()[0].vertices for band in ax.collections)
+    assert inner[:, 1].min() == pytest.approx(-2.0) and inner[:, 1].max() == pytest.approx(6.0)
+    assert outer[:, 1].max() == pytest.approx(2 + 2 * 5**0.5)
+    assert len(lines["data"].get_xdata()) == 2
+    assert len(plot_band(x, x, x).collections) == 1

@@ -71,7 +71,7 @@ def test_figures_have_the_papers_layout(tmp_path, monkeypatch):
     assert labels[1] == ["accuracy (c1)", "NLL (c1)", "ECE (c1)", "AUROC (c1)"]
     assert legends == [0, 1]
     reporting.draw_beside({"a": made(), "b": made()}, tmp_path / "beside.png")
-    assert saved["beside.png"] == ([["NLL", "NLL"]], [1])
+    assert saved["beside.png"] == ([["NLL"], ["NLL"]], [1, 1])
     assert [path.name for path in reporting.draw(made(sets=("",)), tmp_path)] == ["figure.png"]
 
 

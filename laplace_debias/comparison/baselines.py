@@ -1,0 +1,115 @@
+"""What a Kron posterior has to beat: nothing, a temperature, a last layer, a prior, a diagonal.
+
+All are fitted on the whole training set (if on anything at all), once: what is compared is the
+kind of posterior, not the data behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor, nn
+
+from laplace_debias.comparison.rows import DIAGONAL, LAST_LAYER, PLAIN, PRIOR_ONLY, TEMPERATURE
+from laplace_debias.data.reading import read
+from laplace_debias.debias.spectrum import FitResult
+from laplace_debias.evaluation.metrics import most_probable
+from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.upstream import posterior_params
+from laplace_debias.posterior.debiased import DebiasedPosterior
+
+__all__ = ["BASELINES", "best_temperature", "check_baselines", "prior_only"]
+
+BASELINES = (PLAIN, TEMPERATURE, LAST_LAYER, PRIOR_ONLY, DIAGONAL)
+
+
+def check_baselines(
+    baselines: Sequence[str], likelihood: str, val_loader: Iterable[Any] | None
+) -> None:
+    """Raise unless all baselines are known and can be made.
+
+    Args:
+        baselines: Their names.
+        likelihood: ``"classification"`` or ``"regression"``.
+        val_loader: Validation data, if any.
+
+    Raises:
+        ValueError: If one is unknown, or a temperature has no logits or no validation data.
+
+    Example:
+        >>> check_baselines(["plain", "diagonal"], "regression", None)
+    """
+    unknown = [name for name in baselines if name not in BASELINES]
+    if unknown:
+        raise ValueError(
+            f"Expected baselines among {list(BASELINES)}, got {unknown}. Remedy: correct the name."
+        )
+    if TEMPERATURE in baselines and (likelihood == "regression" or val_loader is None):
+        raise ValueError(
+            f"Expected the baseline {TEMPERATURE!r} for a classification and with a `val_loader`, "
+            f"which chooses it; got {likelihood} with val_loader={val_loader}. Remedy: pass "
+            "`val_loader=...`, or leave the baseline out."
+        )
+
+
+def best_temperature(model: nn.Module, loader: Iterable[Any], key_y: str = "labels") -> float:
+    r"""The T that minimises the NLL of a network whose logits are divided by it.
+
+    :math:`\min_T -\frac1n \sum_i \log \mathrm{softmax}(f(x_i) / T)_{y_i}`, between 1/20 and 20.
+
+    Args:
+        model: A classifier; it is left as it is.
+        loader: Validation data.
+        key_y: Key of the labels in mini-batches that are mappings.
+
+    Example:
+        >>> net = nn.Linear(2, 2, bias=False)
+        >>> net.weight.data = torch.tensor([[9.0, 0.0], [0.0, 0.0]])
+        >>> X = torch.tensor([[1.0, 0.0]] * 4)
+        >>> round(best_temperature(net, (X, torch.tensor([0, 0, 0, 1]))), 3)  # 9 / log 3
+        8.192
+    """
+    device = next(model.parameters()).device
+    with torch.no_grad(), evaluation_mode(model):
+        batches = [
+            (model(X).double(), y) for X, y in read(loader, device, key_y, name="val_loader")
+        ]
+    logits = torch.cat([f for f, _ in batches])
+    labels = most_probable(torch.cat([y for _, y in batches]))
+
+    def nll(log_T: float) -> float:
+        return float(nn.functional.cross_entropy(logits / math.exp(log_T), labels))
+
+    found = minimize_scalar(nll, bounds=(-math.log(20), math.log(20)), method="bounded")
+    return math.exp(float(found.x))
+
+
+def prior_only(la: DebiasedPosterior, n_data: int, n_outputs: int) -> None:
+    r"""Give ``la`` a posterior without any curvature: the prior, precision :math:`\delta I`.
+
+    The predictive covariance is :math:`J J^\top / \delta`. arXiv 2312.10464 claims that it suffices
+    to tell data out of distribution.
+
+    Args:
+        la: A Kron approximation with ``debias="single"``; it is fitted afterwards.
+        n_data: Number N of training data.
+        n_outputs: Number C of outputs.
+
+    Example:
+        >>> from laplace_debias import Laplace
+        >>> la = Laplace(nn.Linear(2, 1), "regression", "all", "kron", debias="single")
+        >>> prior_only(la, n_data=10, n_outputs=1)
+        >>> la(torch.tensor([[1.0, 2.0]]))[1].squeeze()  # 1 + 4 + 1 for the bias
+        tensor(6.)
+    """
+    Q, lam = [], []
+    for p in posterior_params(la):
+        sizes = [len(p)] if p.ndim == 1 else [len(p), p[0].numel()]
+        Q.append([torch.eye(d, dtype=p.dtype, device=p.device) for d in sizes])
+        lam.append([torch.zeros(d, dtype=p.dtype, device=p.device) for d in sizes])
+    nothing: Tensor = torch.zeros((), dtype=Q[0][0].dtype, device=Q[0][0].device)
+    la.take_over(FitResult(Q, lam, lam, [], nothing, n_data, n_outputs))

@@ -1,0 +1,220 @@
+r"""Prior precision and logit temperature from validation data, then a prior per layer.
+
+The logits of the linearised network are Gaussian with means :math:`\mu` and covariances
+:math:`\Sigma(\delta)`. Divided by :math:`T` they have means :math:`\mu / T` and covariances
+:math:`\Sigma(\delta) / T^2`: every T of a grid comes from the moments of one pass, as every
+:math:`\delta` does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from laplace.baselaplace import KronLaplace
+from torch import Tensor
+
+from laplace_debias.data.reading import read
+from laplace_debias.data.targets import check_targets
+from laplace_debias.evaluation.layerwise import layerwise_trial
+from laplace_debias.evaluation.sweep import default_grid
+from laplace_debias.evaluation.table import fresh_metrics
+from laplace_debias.evaluation.tuning_result import LayerwiseTrial, TuningResult
+from laplace_debias.network.loss import likelihood_name
+from laplace_debias.network.upstream import device_of
+from laplace_debias.predictive.eigenblocks import PriorPrecisions, check_fitted
+from laplace_debias.predictive.links import (
+    check_link,
+    class_log_probabilities,
+    needs_diagonal_only,
+)
+from laplace_debias.predictive.predictions import Prediction
+from laplace_debias.predictive.predictor import StructuredPredictor
+
+__all__ = ["LayerwiseTrial", "TuningResult", "check_logit_temperature", "tune"]
+
+LOGIT_TEMPERATURES = tuple(2 ** (i / 4) for i in range(-8, 9))
+"""From 1/4 to 4, four per factor of two."""
+
+
+def check_logit_temperature(value: float) -> None:
+    """Raise unless a temperature is positive and finite.
+
+    Args:
+        value: The temperature T.
+
+    Raises:
+        ValueError: If it is not.
+
+    Example:
+        >>> check_logit_temperature(1.5)
+    """
+    if not 0 < float(value) < float("inf"):
+        raise ValueError(
+            f"Expected a positive, finite `logit_temperature`, got {value}. Remedy: pass e.g. 1.0."
+        )
+
+
+def tune(
+    la: KronLaplace,
+    val_loader: Iterable[Any],
+    objective: str = "nll",
+    *,
+    prior_precisions: PriorPrecisions | None = None,
+    logit_temperatures: Sequence[float] | None = None,
+    layerwise: bool = True,
+    link_approx: str = "probit",
+    n_samples: int = 100,
+    seed: int = 0,
+    progress_bar: bool | None = None,
+) -> TuningResult:
+    r"""Find prior precision and logit temperature on validation data; ``la`` is left as it is.
+
+    All pairs of the grid come from one pass. Then one more pass prepares a prior precision per
+    parameter tensor, found by gradient steps on every other datum and kept only where the data in
+    between confirm it: their mean improvement has to exceed its standard error. ``la.tune(...)``
+    does the same and takes the result.
+
+    The marginal likelihood of the training data often picks far too small a prior precision for a
+    network that was not trained with it; validation data do not.
+
+    Args:
+        la: A fitted ``KronLaplace`` or ``KronLLLaplace``.
+        val_loader: Mini-batches ``(x, y)`` or mappings, or one such mini-batch.
+        objective: Name of a metric with a direction, see
+            :func:`~laplace_debias.evaluation.table.metric_table`.
+        prior_precisions: k numbers; by default
+            :func:`~laplace_debias.evaluation.sweep.default_grid`.
+        logit_temperatures: By default 17 from 1/4 to 4; a regression has none.
+        layerwise: Whether to try a prior precision per parameter tensor: for the objective
+            ``"nll"``, with the link ``"probit"`` or for regression.
+        link_approx: Link approximation; use the one you predict with.
+        n_samples: Number of samples for ``"mc"``.
+        seed: Decides the random numbers of ``"mc"``, which all pairs share.
+        progress_bar: Show progress bars; by default on a terminal.
+
+    Returns:
+        A :class:`TuningResult`.
+
+    Raises:
+        ValueError: For an unknown objective or link, grids that are none, or an empty loader.
+
+    Example:
+        >>> from laplace_debias import Laplace
+        >>> _ = torch.manual_seed(0)
+        >>> net = torch.nn.Linear(2, 2)
+        >>> X = torch.randn(40, 2)
+        >>> batch = (X, (X[:, 0] > 0).long())
+        >>> la = Laplace(net, "classification", "all", "kron", debias="single")
+        >>> la.fit(batch, n_data=40)
+        >>> result = tune(la, batch, prior_precisions=[1.0, 10.0], logit_temperatures=[0.5, 1.0])
+        >>> len(result.values), len(result.values[0])
+        (2, 2)
+    """
+    check_fitted(la)
+    check_link(link_approx)
+    likelihood = likelihood_name(la.likelihood)
+    regression = likelihood == "regression"
+    Ts = _temperatures(logit_temperatures, regression)
+    grid = default_grid(la.n_data) if prior_precisions is None else prior_precisions
+    predictor = StructuredPredictor(la, grid, keep_graph=False)
+    deltas = predictor.deltas
+    if not bool((deltas == deltas[:, :1]).all()):
+        raise ValueError(
+            f"Expected scalar prior precisions, got layer-wise ones of shape {list(deltas.shape)}. "
+            "Remedy: leave them to `layerwise=True`, or use `sweep_prior_precision`."
+        )
+    k = len(deltas)
+    # the last row is the plain network's
+    copies = fresh_metrics(
+        [objective], (k + 1) * len(Ts), likelihood, sigma_noise=la.sigma_noise, device=deltas.device
+    )[objective]
+    direction = copies[0].higher_is_better
+    if direction is None:
+        raise ValueError(
+            f"Expected an objective that says whether large or small values are better, got "
+            f"{objective!r}. Remedy: 'nll'."
+        )
+    diagonal = needs_diagonal_only(link_approx) and not regression
+    generator = torch.Generator(deltas.device).manual_seed(seed)
+    n_data = 0
+    shown: dict[str, Any] = {"progress": "tune", "progress_bar": progress_bar}
+    with torch.no_grad():
+        for x, y in read(val_loader, device_of(la), la.dict_key_y, name="val_loader", **shown):
+            result = predictor(x, diagonal)
+            covariance = result.covariance if predictor.many else result.covariance[None]
+            covariance = torch.cat([covariance, torch.zeros_like(covariance[:1])])  # plain
+            check_targets(y, result.mean.shape, likelihood)
+            state = generator.get_state()
+            for j, T in enumerate(Ts):
+                generator.set_state(state)
+                links = (link_approx, diagonal, n_samples, generator)
+                predictions = _predictions(result.mean, covariance, T, regression, *links)
+                for i, prediction in enumerate(predictions):
+                    copies[i * len(Ts) + j].update(*prediction, y)
+            n_data += len(y)
+    flat = [float(metric.compute()) for metric in copies]
+    values = [tuple(flat[i : i + len(Ts)]) for i in range(0, len(flat), len(Ts))]
+    found = TuningResult(
+        objective=objective,
+        higher_is_better=direction,
+        prior_precisions=tuple(deltas[:, 0].tolist()),
+        logit_temperatures=Ts,
+        values=tuple(values[:-1]),
+        plain=values[-1],
+        n_data=n_data,
+        link_approx=None if regression else link_approx,
+    )
+    for text in found.warnings():
+        warnings.warn(text, stacklevel=3)
+    differentiable = objective == "nll" and (regression or link_approx == "probit")
+    if not layerwise or not differentiable or deltas.shape[1] < 2:
+        return found
+    i, j = found.best_index
+    trial = layerwise_trial(la, val_loader, float(deltas[i, 0]), Ts[j], progress_bar=progress_bar)
+    return found.with_trial(trial)
+
+
+def _temperatures(given: Sequence[float] | None, regression: bool) -> tuple[float, ...]:
+    """The grid of temperatures: positive numbers, and 1 alone for a regression."""
+    if regression:
+        if given is not None and set(map(float, given)) != {1.0}:
+            raise ValueError(
+                f"Expected no `logit_temperatures` for a regression, which has no logits; got "
+                f"{list(given)}. Remedy: leave them out."
+            )
+        return (1.0,)
+    Ts = LOGIT_TEMPERATURES if given is None else tuple(map(float, given))
+    if not Ts:
+        raise ValueError(
+            "Expected at least one logit temperature, got none. Remedy: pass e.g. [1.0]."
+        )
+    for T in Ts:
+        check_logit_temperature(T)
+    return tuple(sorted(Ts))
+
+
+def _predictions(
+    mean: Tensor,
+    covariance: Tensor,
+    T: float,
+    regression: bool,
+    link_approx: str,
+    diagonal: bool,
+    n_samples: int,
+    generator: torch.Generator,
+) -> list[Prediction]:
+    """Predictions for every covariance; the last one's is zero, which not every link can take."""
+    if regression:
+        return [(mean, one) for one in covariance]
+    log_probs = class_log_probabilities(
+        mean / T,
+        covariance[:-1] / T**2,
+        link_approx,
+        diagonal=diagonal,
+        n_samples=n_samples,
+        generator=generator,
+    )
+    return [*((one,) for one in log_probs), ((mean / T).log_softmax(-1),)]

@@ -1,0 +1,6 @@
+"""One page for your own model, with a recommendation; needs the extra ``plots``."""
+
+from laplace_debias.reporting.recommend import Recommendation, recommend
+from laplace_debias.reporting.report import Report, report
+
+__all__ = ["Recommendation", "Report", "recommend", "report"]
