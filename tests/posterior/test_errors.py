@@ -163,7 +163,7 @@ def test_single_takes_no_curvature_loader():
 
 
 def test_other_likelihoods():
-    with says("'regression' or 'reward_modeling', got 'poisson'"):
+    with says("'bernoulli' or 'reward_modeling', got 'poisson'"):
         Laplace(MLP.model(), "poisson", "all", "kron", debias=True)
 
 
