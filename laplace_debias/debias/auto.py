@@ -35,6 +35,7 @@ from laplace_debias.debias.options import AutoOptions
 from laplace_debias.debias.rounds import Rounds
 from laplace_debias.debias.spectrum import FitResult, eigh_float64
 from laplace_debias.kfac.engine import Engine
+from laplace_debias.network.layers import is_transposed
 from laplace_debias.network.loss import mean_loss_hessian
 
 __all__ = ["fit_auto"]
@@ -103,6 +104,8 @@ def _check_pairs(engine: Engine) -> None:
         what = "one `sigma_noise` per output"
     elif scales:
         what = f"scales or shifts of normalisations ({scales})"
+    elif any(is_transposed(layer) for p in engine.owned for layer in p.layers):
+        what = "a `Conv1D` of transformers, whose weight is transposed"
     if what:
         raise ValueError(
             "Expected the softmax cross-entropy or half the squared error, and linear layers and "

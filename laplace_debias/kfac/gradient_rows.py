@@ -16,7 +16,7 @@ from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.grams import check_datum
 from laplace_debias.kfac.row_counts import output_rows
 from laplace_debias.network.calling import call_model
-from laplace_debias.network.layers import KFACLayer
+from laplace_debias.network.layers import is_kfac_layer
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder, check_outputs
 
@@ -60,7 +60,7 @@ def gradient_rows(
         gradients = torch.autograd.grad(f, edges, vectors(f.detach()).to(f), allow_unused=True)
         parts: dict[nn.Module, list[Tensor]] = {layer: [] for layer in layers}
         for call, g in zip(calls, gradients, strict=True):
-            if g is not None and isinstance(call.module, KFACLayer):
+            if g is not None and is_kfac_layer(call.module):
                 check_datum(len(g), n, type(call.module).__name__)
                 parts[call.module].append(output_rows(call.module, g, engine.kfac_approx))
     engine.cost.forward += n

@@ -32,8 +32,8 @@ def test_posteriors_of_every_method(method, debias, n_blocks):
 
 def test_options_of_crossfit_reach_it_alone():
     fitting = _fitting(n_folds=2)
-    assert fitting.posterior("crossfit", 10, 0).crossfit.n_folds == 2
-    assert fitting.posterior("single", 10, 0).crossfit is None
+    assert fitting.posterior("crossfit", 10, 0).options.n_folds == 2
+    assert fitting.posterior("single", 10, 0).options is None
 
 
 def test_costs_are_those_of_the_fits():
