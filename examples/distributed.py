@@ -89,6 +89,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         print(f"{dist.get_world_size()} processes, N = {la.n_data}, {la.fit_cost}")
         print(f"accuracy {report.accuracy:.3f}, NLL {report.nll:.3f}, ECE {report.ece:.3f}")
         print(f"{group.carried:,} bytes of factors, bases and metrics exchanged by rank 0")
+    dist.barrier()  # nobody leaves while others still talk
     dist.destroy_process_group()
     return {"nll": report.nll, "accuracy": report.accuracy}
 

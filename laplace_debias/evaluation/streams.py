@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.aggregation import CatMetric
 
-from laplace_debias.data.processes import total
+from laplace_debias.data.processes import processes, total
 from laplace_debias.data.targets import check_targets
 from laplace_debias.evaluation.metrics import (
     ECE,
@@ -152,6 +152,7 @@ class CalibrationMetrics:
                 "Expected at least one in-distribution prediction, got none. Remedy: call "
                 "`update(log_probs, labels)` first."
             )
+        self._take_form()
         # the very numbers that the ECE is computed from
         ece = self._metrics["ece"]
         assert isinstance(ece, ECE)
@@ -169,6 +170,16 @@ class CalibrationMetrics:
             ood=ood,
             **{name: metric.compute().item() for name, metric in self._metrics.items()},
         )
+
+    def _take_form(self) -> None:
+        """Give metrics without data the form that those of other processes have."""
+        group = processes()
+        if group is None:
+            return
+        C = max(found or 0 for found in group.gather(self.n_classes))
+        if self.n_data == 0:
+            for metric in self._metrics.values():
+                metric.update(torch.empty(0, C), torch.empty(0, dtype=torch.long))
 
     def _checked(self, log_probs: Tensor) -> Tensor:
         """Flatten to ``[n, C]``; raise unless every row is a vector of log-probabilities."""
