@@ -62,7 +62,7 @@ def fit_crossfit(
         >>> fit_crossfit(engine, data, CrossfitOptions()).n_data
         100
         >>> engine.cost.forward, engine.cost.backward
-        (16, 16)
+        (16, 0)
     """
     warn_if_sequential(data.loader)
     group = processes()

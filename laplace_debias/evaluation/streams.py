@@ -1,7 +1,6 @@
 """Streams of predictions and targets, mini-batch by mini-batch, into reports.
 
-Predictions that are none (NaN, rows that do not sum to one, variances that are not positive) are
-refused; what was added before stays.
+Predictions that are none (NaN, no distribution, no variance) are refused; earlier ones stay.
 """
 
 from __future__ import annotations
