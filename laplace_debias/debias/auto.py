@@ -149,6 +149,11 @@ class _Fit:
                 if self.options.tolerance is not None and m < left <= 2 * m and self.rounds.whole:
                     m = self._passes(left)  # the full batch is near
                 self.rounds.draw(m)
+                while self.rounds.stale is not None and self.options.tolerance is None:
+                    rest = self._passes(m) if self.options.n_passes != self.spent else 0
+                    if not rest:
+                        break
+                    self.rounds.draw(rest)  # a round takes each datum once at most
             blocks = self.blocks()
             distance, error = self.certificate(blocks)
             reason = self._reason(distance, time.perf_counter() - begin)
@@ -229,7 +234,7 @@ class _Fit:
             errors, bias = theta.new_zeros(0, len(theta)), torch.zeros_like(theta)
             if halves:
                 others = torch.stack([log_deviations(half, J, ridges) for half in halves])
-                rarity = rounds.drawn.rarity(rounds.scale)
+                rarity = 1.0 if rounds.stale is not None else rounds.drawn.rarity(rounds.scale)
                 errors = (others[0::2] - others[1::2]) / 2 * (rarity / len(SPLITS)) ** 0.5
                 # The correction has removed what falls as 1 / n. The rest falls as 1 / n^2: halves
                 # have four times as much of it.

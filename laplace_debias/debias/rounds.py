@@ -124,7 +124,8 @@ class Rounds:
         draw, left_to_chance = self._draw(m)
         if not len(draw):
             return
-        free = draw.probabilities < 1
+        # A datum drawn by old scores has a random class: it is never certain.
+        free = (draw.probabilities < 1) | (self.stale is not None)
         # A random first group: each is then as likely as the others to have a given pair.
         turns = free.long().cumsum(0) + torch.randint(
             N_GROUPS, (), generator=self.options.generator

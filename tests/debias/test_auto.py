@@ -172,6 +172,13 @@ def test_scores_from_training_save_the_scoring_pass(net):
     assert posterior_distance(la, full(net), X[:50]) < 0.2
 
 
+def test_more_passes_than_data_with_scores_from_training(net):
+    la = auto(net, scores=torch.ones(200), tolerance=None, n_passes=500)
+    assert 475 <= la.fit_cost.backward <= 500
+    assert la.fit_report.distance > 0
+    assert posterior_distance(la, full(net), X[:50]) < 0.1
+
+
 def test_a_part_of_the_data_stands_for_all(net):
     la = auto(net, tolerance=None, n_passes=64, n_pool=100)
     assert la.fit_report.n_pool == 100
