@@ -1,0 +1,9 @@
+"""The benchmark of many classes runs at a small size, and its variances are those of the exact way."""
+
+from examples.benchmarks import many_classes
+
+
+def test_many_classes_example(capsys):
+    found = many_classes.main(["--small", "--classes", "200", "--size", "16", "--check"])
+    assert found["off"] < 0.05
+    assert "forward passes" in capsys.readouterr().out
