@@ -17,7 +17,7 @@ $(READY): requirements.txt pyproject.toml
 	touch $@
 
 demo: $(READY)
-	$(PY) -W ignore -m examples.calibration
+	$(PY) -W ignore -m examples.demo
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal --cov --cov-report=term

@@ -2,10 +2,10 @@
 
     python -m examples.cifar10.reporting --out OUT     # of all the runs kept beside this file
 
-Needs neither data nor weights. OUT receives the paper's figure for each run
-(``cifar10_RUN.png``: accuracy, NLL and ECE of the test set against the prior precision), the same
-for its other sets (``cifar10_RUN_sets.png``: a row for the training images and for each severity
-of corruption, with the AUROC), and the runs on one network beside each other
+Needs neither data nor weights. OUT receives the paper's figure for each run in the
+paper's terms (``cifar10_RUN.png``: accuracy, NLL and ECE of the test set against the prior
+precision), the same for its other sets (``cifar10_RUN_sets.png``: a row for the training images and
+for each severity of corruption, with the AUROC), and all runs on one network beside each other
 (``cifar10_factors.png``). The tables are printed.
 """
 
@@ -92,8 +92,10 @@ def draw(result: ComparisonResult, out: Path, name: str = "figure") -> list[Path
     plt.switch_backend("agg")
     files = [out / f"{name}.png"]
     axes = plot_comparison(result, _metrics(""))
-    axes[0, 0].figure.savefig(files[0], dpi=150)
-    plt.close(axes[0, 0].figure)
+    figure = axes[0, 0].figure
+    figure.set_figwidth(max(figure.get_figwidth(), 5.5))  # or the legend is cut
+    figure.savefig(files[0], dpi=150)
+    plt.close(figure)
     prefixes = set_names(result)
     if prefixes:
         n = _n_budgets(result)
@@ -120,7 +122,8 @@ def draw_beside(results: Mapping[str, ComparisonResult], path: Path, metric: str
     parts = figure.subfigures(1, len(results), squeeze=False, width_ratios=widths).ravel()
     for part, width, (title, result) in zip(parts, widths, results.items(), strict=True):
         plot_comparison(result, [metric], part.subplots(1, width, squeeze=False, sharey=True))
-        part.suptitle(title, fontsize=10)
+        size = result.budgets(result.reference)[0]
+        part.suptitle(f"{title}\n{result.reference}: {size} images", fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -191,7 +194,8 @@ def main(argv: list[str] | None = None) -> dict[str, ComparisonResult]:
     runs = reported_runs()
     args.out.mkdir(parents=True, exist_ok=True)
     for name, result in runs.items():
-        draw(result, args.out, f"cifar10_{name}")
+        if name.endswith("label"):  # in the paper's own terms
+            draw(result, args.out, f"cifar10_{name}")
         (HERE / f"reported_{name}" / "table.txt").write_text(report(result))
     same = {RUNS[name]: run for name, run in runs.items() if not name.startswith("trained")}
     draw_beside(same, args.out / "cifar10_factors.png")

@@ -6,6 +6,8 @@ from typing import Any
 
 from tqdm import tqdm  # the automatic one iterates a loader twice, and so moves its random numbers
 
+from laplace_debias.data.processes import is_main
+
 __all__ = ["DELAY", "bar"]
 
 DELAY = 3.0
@@ -26,7 +28,7 @@ def bar(
         batches: What to run over; ``None`` to advance the bar by hand.
         title: What stands before it.
         shown: ``True`` shows it at once, ``False`` never; ``None`` after three seconds, and only
-            on a terminal.
+            on a terminal. Of several processes only rank 0 shows any.
         total: Number of steps, if ``batches`` does not tell.
         unit: What a step is.
 
@@ -37,6 +39,7 @@ def bar(
         >>> list(bar([1, 2], shown=False))
         [1, 2]
     """
+    shown = shown if is_main() else False
     if shown is None:
         return tqdm(batches, title, total, disable=None, delay=DELAY, unit=unit)
     return tqdm(batches, title, total, disable=not shown, unit=unit)

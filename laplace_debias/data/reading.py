@@ -8,8 +8,18 @@ from typing import Any, Literal, NoReturn, cast, overload
 import torch
 from torch import Tensor
 
-from laplace_debias.data.inputs import INPUT_TYPES, Batch, Inputs, map_tensors, size_of, tensors_of
+from laplace_debias.data.inputs import (
+    INPUT_TYPES,
+    Batch,
+    Inputs,
+    map_tensors,
+    size_of,
+    take,
+    tensors_of,
+)
+from laplace_debias.data.processes import processes
 from laplace_debias.data.progress import bar
+from laplace_debias.data.shares import n_own
 
 __all__ = ["MissingKeyError", "as_batches", "on_device", "read", "unpack"]
 
@@ -60,7 +70,8 @@ def read(
 ) -> Iterator[tuple[Inputs, Any]]:
     """Read inputs and targets, mini-batch by mini-batch, from anything that holds data.
 
-    Mini-batches without a row are skipped.
+    Mini-batches without a row are skipped, and so are the data that a ``DistributedSampler``
+    repeats. One of several processes may have no data.
 
     Args:
         loader: A loader, any iterable of mini-batches, or one mini-batch (see :func:`as_batches`).
@@ -86,13 +97,19 @@ def read(
         [None]
     """
     batches, empty = as_batches(loader, labelled=labelled, name=name), True
+    left = n_own(loader)
     for batch in bar(batches, progress, shown=False if progress is None else progress_bar):
         X, y = unpack(batch, device, key_y, labelled=labelled)
-        if (size_of(X) if y is None else len(y)) == 0:
+        n = size_of(X) if y is None else len(y)
+        if n > left:
+            own = slice(0, int(left))
+            X, y, n = take(X, own), None if y is None else y[own], int(left)
+        if n == 0:
             continue
+        left -= n
         empty = False
         yield X, y
-    if empty:
+    if empty and processes() is None:  # among several, a share may be empty
         raise ValueError(
             f"Expected at least one {'labelled ' if labelled else ''}datum in `{name}`, got an "
             "empty loader. Remedy: check its dataset, that it is not an exhausted iterator, and "

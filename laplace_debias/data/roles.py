@@ -11,7 +11,9 @@ import torch
 from torch.utils.data import Dataset, SequentialSampler
 
 from laplace_debias.data.inputs import Batch, Inputs, Keys
+from laplace_debias.data.processes import is_main, processes, together
 from laplace_debias.data.reading import as_batches, read
+from laplace_debias.data.shares import agreed_size, deals_out
 
 __all__ = [
     "CURVATURES",
@@ -98,7 +100,7 @@ class TrainingData:
             ['directions', 'curvatures']
         """
         if self.curvature_loader is not None:
-            if self.curvature_loader is self.loader:
+            if self.curvature_loader is self.loader and is_main():
                 warnings.warn(
                     "The same loader serves directions and curvatures, so the curvatures are "
                     "measured on the very data that chose the directions: this is plain K-FAC, not "
@@ -114,6 +116,8 @@ class TrainingData:
         batches = self.read()
         for count, role in enumerate((DIRECTIONS, CURVATURES)):
             batch = next(batches, None)
+            if batch is None and processes() is not None:
+                return  # a small share; the others may have more
             if batch is None:
                 raise ValueError(
                     "Expected a loader with at least two mini-batches (the first for the "
@@ -159,7 +163,7 @@ def warn_if_sequential(loader: Iterable[Any]) -> None:
     Example:
         >>> warn_if_sequential([])
     """
-    if isinstance(getattr(loader, "sampler", None), SequentialSampler):
+    if is_main() and isinstance(getattr(loader, "sampler", None), SequentialSampler):
         warnings.warn(
             "The loader reads its data in order (SequentialSampler), and only its first "
             "mini-batches are used: on sorted data they do not represent the training set. Build "
@@ -193,7 +197,7 @@ def warn_if_replacing(loader: Iterable[Any]) -> None:
     Example:
         >>> warn_if_replacing([])
     """
-    if draws_with_replacement(loader):
+    if is_main() and draws_with_replacement(loader):
         warnings.warn(
             "The loader draws with replacement, so that data which choose the directions may "
             "measure the curvatures as well: part of the bias stays. Build it with "
@@ -205,12 +209,13 @@ def warn_if_replacing(loader: Iterable[Any]) -> None:
 def training_size(
     train_loader: Iterable[Any], curvature_loader: Iterable[Any] | None, n_data: int | None
 ) -> int:
-    """Number N of training data that the mini-batches stand for.
+    """Number N of training data that the mini-batches (of all processes) stand for.
 
     Args:
         train_loader: Loader of the directions.
         curvature_loader: Loader of the curvatures, or ``None``.
-        n_data: N as the user gave it, or ``None`` for ``len(train_loader.dataset)``.
+        n_data: N as the user gave it, or ``None`` for ``len(train_loader.dataset)``, which several
+            processes add up unless a ``DistributedSampler`` deals one dataset out to them.
 
     Returns:
         N.
@@ -223,6 +228,15 @@ def training_size(
         >>> training_size(DataLoader(range(10), batch_size=2), None, None)
         10
     """
+    with together("reading off its number of data"):
+        own = _own_size(train_loader, curvature_loader, n_data)
+    return agreed_size(own, whole=n_data is not None or deals_out(train_loader))
+
+
+def _own_size(
+    train_loader: Iterable[Any], curvature_loader: Iterable[Any] | None, n_data: int | None
+) -> int:
+    """The same, of one process."""
     if n_data is not None:
         if isinstance(n_data, bool) or int(n_data) != n_data or n_data < 1:
             raise ValueError(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from laplace_debias.data.processes import processes
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.certificate import (
     EigenFactors,
@@ -79,6 +80,12 @@ def fit_auto(
         >>> fit.n_data, engine.cost.forward, engine.cost.backward
         (32, 48, 16)
     """
+    group = processes()
+    if group is not None and group.size > 1:
+        raise ValueError(
+            f"Expected one process with debias='auto', got {group.size}. Remedy: fit in one of "
+            "them and share its state, or use debias=True or 'single', which sum over processes."
+        )
     _check_pairs(engine)
     with tqdm(disable=not progress_bar, unit="pass", desc="[K-FAC: pairs]") as bar:
         rounds = Rounds(engine, data, options, bar)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from laplace_debias.data.inputs import Batch, concatenate, datum_shapes, take
 from laplace_debias.data.pool import MapStyle, is_map_style, segments
+from laplace_debias.data.processes import processes
 from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import TrainingData, warn_if_sequential
 from laplace_debias.debias.few_rows import few_rows_from
@@ -22,6 +23,7 @@ from laplace_debias.debias.options import CrossfitOptions, even_parts
 from laplace_debias.debias.pool_pass import PoolPass
 from laplace_debias.debias.reservoirs import Reservoirs
 from laplace_debias.debias.sampling import WeightedDraw, curvature_order, draw_weighted
+from laplace_debias.debias.shared_folds import fit_shared_folds
 from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
@@ -60,9 +62,12 @@ def fit_crossfit(
         >>> fit_crossfit(engine, data, CrossfitOptions()).n_data
         100
         >>> engine.cost.forward, engine.cost.backward
-        (16, 16)
+        (16, 0)
     """
     warn_if_sequential(data.loader)
+    group = processes()
+    if group is not None and group.size > 1:
+        return fit_shared_folds(engine, data, options, progress_bar=progress_bar)
     with bar(shown=progress_bar, unit="batch") as shown:
         run = _Run(engine, data, options, shown)
         if options.sampling == "uniform":

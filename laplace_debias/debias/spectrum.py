@@ -7,6 +7,7 @@ Conventions as in :mod:`laplace_debias.kfac.factors`. What every method of fitti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,21 +16,22 @@ import torch
 from laplace.utils import KronDecomposed
 from torch import Tensor
 
+from laplace_debias.data.processes import Processes, together
 from laplace_debias.kfac.factors import Block
+from laplace_debias.kfac.rotations import curvature_along
+from laplace_debias.kfac.sums import shared_out
 
 __all__ = [
     "FitResult",
     "check_finite",
     "curvature_along",
     "decompose",
+    "eigenbasis",
     "eigh_float64",
     "rebuild",
     "reevaluate",
     "same_output",
 ]
-
-# Rows of a symmetric matrix that are multiplied at once.
-_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -105,16 +107,78 @@ def decompose(
         >>> lam[0][0].tolist()
         [1.0, 3.0]
     """
-    Q, lam = [], []
-    pairs: list[tuple[Tensor, Tensor]] = []
-    previous: Sequence[Tensor] = ()
-    for block, name in zip(factors, names, strict=True):
-        shared = pairs[:1] if same_output(block, previous) else []
-        pairs = shared + [eigh_float64(factor, name) for factor in block[len(shared) :]]
-        previous = block
-        lam.append([values.clamp(min=0.0) for values, _ in pairs])
-        Q.append([vectors for _, vectors in pairs])
-    return Q, lam
+    return eigenbasis([list(block) for block in factors], names)
+
+
+def eigenbasis(
+    blocks: list[Block],
+    names: Sequence[str],
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+    group: Processes | None = None,
+) -> tuple[list[Block], list[list[Tensor]]]:
+    r"""Eigendecompose every factor in float64, the largest first, and free each on the way.
+
+    Args:
+        blocks: Blocks ``[B, A]`` or ``[B]``, whose factors are taken out one by one: as long as
+            nobody else holds them, bases take the place of factors, and at no time there is more
+            than one set of both.
+        names: One name per block, for the error message.
+        scale: Multiplies every ``B``.
+        dtype: Type in which eigenvectors are kept; float64 by default.
+        group: Processes that have the same blocks and share out the work, by its cost.
+
+    Returns:
+        Eigenvectors and eigenvalues as :func:`decompose` gives them. Blocks with the same ``B``
+        share one tensor of eigenvectors.
+
+    Raises:
+        ValueError: As :func:`decompose`.
+
+    Example:
+        >>> blocks = [[torch.diag(torch.tensor([3.0, 1.0]))]]
+        >>> Q, lam = eigenbasis(blocks, ["bias"], scale=2.0)
+        >>> lam[0][0].tolist(), blocks
+        ([2.0, 6.0], [[]])
+    """
+    shared = [i > 0 and same_output(block, blocks[i - 1]) for i, block in enumerate(blocks)]
+    jobs = [(i, f) for i, block in enumerate(blocks) for f in range(len(block))]
+    sizes = {(i, f): len(blocks[i][f]) for i, f in jobs}
+    waiting: dict[tuple[int, int], Tensor] = {(i, f): blocks[i][f] for i, f in jobs}
+    for block in blocks:
+        block.clear()
+    dtype = dtype or torch.float64
+    own = [(i, f) for i, f in jobs if f or not shared[i]]
+    own.sort(key=lambda job: (-sizes[job], job))
+    ranks = dict(zip(own, shared_out([sizes[job] ** 3 for job in own], group), strict=True))
+    pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    with together("the eigendecompositions") if group is not None else nullcontext():
+        for i, f in own:
+            factor = waiting.pop((i, f))
+            if group is not None and ranks[i, f] != group.rank:
+                pairs[i, f] = _to_receive(factor, dtype)
+                continue
+            factor = factor if f or scale == 1 else factor * scale
+            values, vectors = eigh_float64(factor, names[i])
+            pairs[i, f] = vectors.to(dtype), values.clamp(min=0.0)
+    if group is not None:
+        for job in own:
+            Q_f, values = (part.contiguous() for part in pairs[job])
+            pairs[job] = group.broadcast_(Q_f, ranks[job]), group.broadcast_(values, ranks[job])
+    for i, is_shared in enumerate(shared):
+        if is_shared:
+            pairs[i, 0] = pairs[i - 1, 0]
+    layout = [[(i, f) for j, f in jobs if j == i] for i in range(len(names))]
+    return (
+        [[pairs[job][0] for job in block] for block in layout],
+        [[pairs[job][1] for job in block] for block in layout],
+    )
+
+
+def _to_receive(factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Room for the eigenvectors and eigenvalues that another process computes."""
+    d = len(factor)
+    return factor.new_empty(d, d, dtype=dtype), factor.new_empty(d, dtype=torch.float64)
 
 
 def same_output(block: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
@@ -166,33 +230,6 @@ def reevaluate(
             values.append(curvature_along(C, Q_f).clamp(min=0.0))
         lam.append(values)
     return lam
-
-
-def curvature_along(M: Tensor, Q: Tensor) -> Tensor:
-    r"""Curvature of a symmetric matrix along directions, :math:`\mathrm{diag}(Q^\top M Q)`.
-
-    Blocks below the diagonal count twice, those above are not read: nearly half of the product.
-
-    Args:
-        M: Symmetric matrix ``[d, d]``, of any floating point type.
-        Q: Directions ``[d, k]`` in columns.
-
-    Returns:
-        Curvatures ``[k]`` in the type of ``Q``.
-
-    Example:
-        >>> curvature_along(torch.tensor([[2.0, 1.0], [1.0, 4.0]]), torch.tensor([[1.0], [1.0]]))
-        tensor([8.])
-    """
-    values = Q.new_zeros(Q.shape[1])
-    for start in range(0, len(M), _ROWS):
-        here = slice(start, start + _ROWS)
-        rows = M[here, : start + _ROWS].to(Q.dtype)
-        product = rows[:, start:] @ Q[here]
-        if start:
-            product.addmm_(rows[:, :start], Q[:start], alpha=2.0)
-        values += (Q[here] * product).sum(0)
-    return values
 
 
 def rebuild(Q: Sequence[Sequence[Tensor]], lam: Sequence[Sequence[Tensor]]) -> list[Block]:

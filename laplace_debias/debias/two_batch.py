@@ -4,33 +4,28 @@ Both roles are scaled to N data, :math:`K_1 = U \Lambda U^\top` is decomposed in
 data of their own for the curvatures the eigenvalues are :math:`\mathrm{diag}(U^\top K_2 U)`, factor
 by factor: the paper's method. Without, they are :math:`\Lambda`: the plain K-FAC of these data, and
 with all data the full batch.
+
+With this package's engine the curvatures' factors are never formed: once the directions are there,
+only the squares of rotated rows are added up (:mod:`laplace_debias.kfac.rotations`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
-from torch import Tensor
-
-from laplace_debias.data.inputs import Batch, Inputs
+from laplace_debias.data.inputs import Batch
+from laplace_debias.data.processes import together
 from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import CURVATURES, DIRECTIONS, TrainingData
+from laplace_debias.debias.checkpoint import Checkpoint
+from laplace_debias.debias.freeing import FactorEngine, fit_freeing, n_batches, of_all
 from laplace_debias.debias.spectrum import FitResult, decompose, rebuild, reevaluate
-from laplace_debias.kfac.counts import FitCost
+from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors, merge
 
 __all__ = ["FactorEngine", "fit_factors", "fit_single", "fit_two_batch"]
 
-
-class FactorEngine(Protocol):
-    """What turns a mini-batch into factors: the engine, or one of laplace-torch's backends."""
-
-    cost: FitCost
-
-    def factors(self, X: Inputs, y: Tensor) -> Factors:
-        """Factors of one mini-batch."""
-        ...
+_BOTH = (DIRECTIONS, CURVATURES)
 
 
 def fit_single(
@@ -39,6 +34,7 @@ def fit_single(
     *,
     past: FitResult | None = None,
     progress_bar: bool | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> FitResult:
     """Fit on all data of the loader, which give directions and curvatures alike.
 
@@ -47,6 +43,7 @@ def fit_single(
         data: The loader and N.
         past: An earlier fit to add to.
         progress_bar: Whether to show one, advanced by mini-batches.
+        checkpoint: Where to keep what was done so far, and to go on from.
 
     Returns:
         The fit.
@@ -64,7 +61,11 @@ def fit_single(
         (100, True)
     """
     batches = ((DIRECTIONS, batch) for batch in data.read())
-    roles = _accumulate(engine, batches, data.n_batches(), progress_bar)
+    if past is None:
+        return fit_freeing(
+            engine, data, batches, progress_bar, roles=(DIRECTIONS,), checkpoint=checkpoint
+        )
+    roles = _accumulate(engine, data, batches, progress_bar, (DIRECTIONS,))
     data.check_seen({role: total.n for role, total in roles.items()}, disjoint=True)
     with engine.cost.stage("decompositions"):
         return fit_factors(roles[DIRECTIONS], None, data.n_data, past)
@@ -76,6 +77,8 @@ def fit_two_batch(
     *,
     past: FitResult | None = None,
     progress_bar: bool | None = None,
+    keep_factors: bool = False,
+    checkpoint: Checkpoint | None = None,
 ) -> FitResult:
     """Fit with directions from some data and curvatures from others: the paper's method.
 
@@ -84,6 +87,9 @@ def fit_two_batch(
         data: One or two loaders and N, see :meth:`TrainingData.in_roles`.
         past: An earlier fit to add to.
         progress_bar: Whether to show one, advanced by mini-batches.
+        keep_factors: Whether to form and keep the curvatures' factors, which a later fit can be
+            added to.
+        checkpoint: Where to keep what was done so far, and to go on from.
 
     Returns:
         The fit.
@@ -100,12 +106,21 @@ def fit_two_batch(
         >>> [len(values) for values in fit.lam_tilde[0]]
         [3, 2]
     """
-    n_batches = 2 if data.curvature_loader is None else data.n_batches()
-    roles = _accumulate(engine, data.in_roles(), n_batches, progress_bar)
-    counts = {role: total.n for role, total in roles.items()}
-    data.check_seen(counts, disjoint=data.curvature_loader is None)
-    with engine.cost.stage("decompositions"):
-        return fit_factors(roles[DIRECTIONS], roles[CURVATURES], data.n_data, past)
+    if past is not None and not past.curvatures:
+        raise ValueError(
+            "Expected an earlier fit that kept the factors of its curvatures' data, got one that "
+            "only measured along its directions. Remedy: make every fit with `override=False`, the "
+            "first as well."
+        )
+    if keep_factors or past is not None or not isinstance(engine, Engine):
+        roles = _accumulate(engine, data, data.in_roles(), progress_bar, _BOTH)
+        counts = {role: total.n for role, total in roles.items()}
+        data.check_seen(counts, disjoint=data.curvature_loader is None)
+        with engine.cost.stage("decompositions"):
+            return fit_factors(roles[DIRECTIONS], roles[CURVATURES], data.n_data, past)
+    return fit_freeing(
+        engine, data, data.in_roles(), progress_bar, roles=_BOTH, checkpoint=checkpoint
+    )
 
 
 def fit_factors(
@@ -167,16 +182,18 @@ def fit_factors(
 
 def _accumulate(
     engine: FactorEngine,
+    data: TrainingData,
     batches: Iterable[tuple[str, Batch]],
-    n_batches: int | None,
     progress_bar: bool | None,
+    roles: tuple[str, ...],
 ) -> dict[str, Factors]:
-    """Factors of every role, added up over its mini-batches."""
-    roles: dict[str, Factors] = {}
-    with bar(total=n_batches, shown=progress_bar, unit="batch") as shown:
+    """Factors of every role, added up over its mini-batches and over processes."""
+    found: dict[str, Factors] = {}
+    total = n_batches(data, roles)
+    with bar(total=total, shown=progress_bar, unit="batch") as shown, together("its passes"):
         for role, (X, y) in batches:
             shown.set_description(f"[K-FAC: {role}]")
             new = engine.factors(X, y)
-            roles[role] = roles[role] + new if role in roles else new
+            found[role] = found[role] + new if role in found else new
             shown.update()
-    return roles
+    return {role: of_all(found.get(role), role, data) for role in roles}

@@ -15,6 +15,7 @@ from laplace.baselaplace import BaseLaplace
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
+from laplace_debias.data.processes import processes, together
 from laplace_debias.data.reading import read
 from laplace_debias.evaluation.predictors import for_metrics, laplace_predictor, model_predictor
 from laplace_debias.evaluation.reports import CalibrationReport
@@ -125,7 +126,10 @@ def evaluate(
         metrics = RegressionMetrics(sigma_noise=noise)
     shapes: set[torch.Size] = set()
     with evaluation_mode(model), _weights_kept(model), _seeded(generator, device):
-        with _keeping(metrics, "loader", lambda: metrics.n_data):
+        with (
+            together("its share of the evaluation"),
+            _keeping(metrics, "loader", lambda: metrics.n_data),
+        ):
             shown: dict[str, Any] = {"progress": "evaluate", "progress_bar": progress_bar}
             for X, y in read(loader, device, key_y, **shown):
                 shapes |= {X.shape[1:]} if isinstance(X, Tensor) else set()
@@ -139,7 +143,10 @@ def evaluate(
                     metrics.update(mean, variance, y)
         if ood_loader is not None and isinstance(metrics, CalibrationMetrics):
             ood = metrics
-            with _keeping(ood, "ood_loader", lambda: ood.n_ood):
+            with (
+                together("its share of the OOD evaluation"),
+                _keeping(ood, "ood_loader", lambda: ood.n_ood),
+            ):
                 shown["progress"] = "evaluate OOD"
                 for X, _ in read(
                     ood_loader, device, key_y, labelled=False, name="ood_loader", **shown
@@ -181,7 +188,8 @@ def _keeping(
     try:
         yield
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
-        partial = metrics.compute() if metrics.n_data else None
+        # a report of several processes takes all of them
+        partial = metrics.compute() if metrics.n_data and processes() is None else None
         raise EvaluationError(
             f"`{name}` failed after {count()} data: {error} (What was evaluated before is in this "
             "error's `partial`.)",

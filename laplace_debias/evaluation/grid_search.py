@@ -12,6 +12,7 @@ from laplace.baselaplace import KronLaplace
 from laplace.utils.enums import PredType
 from torch import Tensor
 
+from laplace_debias.data.processes import counted, processes, together
 from laplace_debias.data.progress import bar
 from laplace_debias.data.reading import read
 from laplace_debias.evaluation.predictors import (
@@ -48,6 +49,12 @@ class _Callable(torchmetrics.Metric):
         self.collected.append(arguments)
 
     def compute(self) -> Tensor:
+        if processes() is not None:
+            raise ValueError(
+                "Expected a `torchmetrics.Metric` as the loss of several processes, which can be "
+                "collected over them, got a function. Remedy: wrap it in a metric, or leave `loss` "
+                "out for the negative log likelihood."
+            )
         parts = [torch.cat(part) for part in zip(*self.collected, strict=True)]
         return torch.as_tensor(self.function(*parts))
 
@@ -177,7 +184,7 @@ def _run_networks(
     """Predict by sampling networks, one pass over the data per grid point."""
     prior_grid(grid, 1, grid)
     likelihood = likelihood_name(la.likelihood)
-    with torch.no_grad(), _prior_precision(la):
+    with torch.no_grad(), _prior_precision(la), together("its share of the grid search"):
         for i, delta in enumerate(bar(grid, "[Grid]", shown=progress_bar)):
             la.prior_precision = delta
             n_data = 0
@@ -185,4 +192,4 @@ def _run_networks(
                 prediction = predict(x)
                 update(i, *for_metrics(prediction, y, likelihood))
                 n_data += len(y)
-    return n_data
+    return counted(n_data)

@@ -282,5 +282,6 @@ class ECE(BinaryCalibrationError):
 
     def top_label(self) -> tuple[Tensor, Tensor]:
         """Confidences ``[n]`` and whether each prediction is right ``[n]``, of all processes."""
-        with self.sync_context():
+        fresh = not self._is_synced  # within `compute` they are there already
+        with self.sync_context(should_sync=fresh, should_unsync=fresh):
             return dim_zero_cat(self.confidences), dim_zero_cat(self.accuracies)

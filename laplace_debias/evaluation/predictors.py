@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from laplace_debias.data.inputs import Inputs
+from laplace_debias.data.processes import counted, together
 from laplace_debias.data.reading import read
 from laplace_debias.data.targets import check_targets
 from laplace_debias.network.bernoulli import binary_labels
@@ -207,7 +208,7 @@ def run_sweep(
     way = str(method or getattr(la, "predictive_method", "auto"))
     check_method(way)
     n_data, likelihood = 0, likelihood_name(la.likelihood)
-    with torch.no_grad():
+    with torch.no_grad(), together("its share of the sweep"):
         for x, y in read(
             loader, device_of(la), la.dict_key_y, progress="[Sweep]", progress_bar=progress_bar
         ):
@@ -225,4 +226,4 @@ def run_sweep(
             for i, prediction in enumerate(predictions):
                 update(i, *for_metrics(prediction, y, likelihood))
             n_data += len(y)
-    return n_data
+    return counted(n_data)

@@ -1,7 +1,6 @@
 """Streams of predictions and targets, mini-batch by mini-batch, into reports.
 
-Predictions that are none (NaN, rows that do not sum to one, variances that are not positive) are
-refused; what was added before stays.
+Predictions that are none (NaN, no distribution, no variance) are refused; earlier ones stay.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.aggregation import CatMetric
 
+from laplace_debias.data.processes import processes, total
 from laplace_debias.data.targets import check_targets
 from laplace_debias.evaluation.metrics import (
     ECE,
@@ -133,12 +133,12 @@ class CalibrationMetrics:
     @property
     def entropies(self) -> Tensor:
         """Predictive entropies of the in-distribution data added so far, ``[n_data]``, in nats."""
-        return self._entropies.compute().reshape(-1) if self.n_data else torch.empty(0)
+        return self._entropies.compute().reshape(-1) if total(self.n_data) else torch.empty(0)
 
     @property
     def ood_entropies(self) -> Tensor:
         """Predictive entropies of the OOD data added so far, ``[n_ood]``, in nats."""
-        return self._ood_entropies.compute().reshape(-1) if self.n_ood else torch.empty(0)
+        return self._ood_entropies.compute().reshape(-1) if total(self.n_ood) else torch.empty(0)
 
     def compute(self) -> ClassificationReport:
         """Return the report of everything added so far.
@@ -146,17 +146,18 @@ class CalibrationMetrics:
         Raises:
             ValueError: If no in-distribution prediction was added.
         """
-        if self.n_data == 0:
+        if total(self.n_data) == 0:
             raise ValueError(
                 "Expected at least one in-distribution prediction, got none. Remedy: call "
                 "`update(log_probs, labels)` first."
             )
+        self._take_form()
         # the very numbers that the ECE is computed from
         ece = self._metrics["ece"]
         assert isinstance(ece, ECE)
         confidences, correct = ece.top_label()
         ood = None
-        if self.n_ood:
+        if total(self.n_ood):
             entropies = self.ood_entropies
             known = self.entropies
             auroc, fpr95 = (of(known, entropies) for of in (entropy_auroc, entropy_fpr95))
@@ -168,6 +169,16 @@ class CalibrationMetrics:
             ood=ood,
             **{name: metric.compute().item() for name, metric in self._metrics.items()},
         )
+
+    def _take_form(self) -> None:
+        """Give metrics without data the form that those of other processes have."""
+        group = processes()
+        if group is None:
+            return
+        C = max(found or 0 for found in group.gather(self.n_classes))
+        if self.n_data == 0:
+            for metric in self._metrics.values():
+                metric.update(torch.empty(0, C), torch.empty(0, dtype=torch.long))
 
     def _checked(self, log_probs: Tensor) -> Tensor:
         """Flatten to ``[n, C]``; raise unless every row is a vector of log-probabilities."""
@@ -275,7 +286,7 @@ class RegressionMetrics:
         Raises:
             ValueError: If nothing was added.
         """
-        if self.n_data == 0:
+        if total(self.n_data) == 0:
             raise ValueError(
                 "Expected at least one prediction, got none. Remedy: call `update` first."
             )

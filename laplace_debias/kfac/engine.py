@@ -16,18 +16,25 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.data.datum_keys import datum_keys
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.targets import check_targets
 from laplace_debias.kfac.counts import FitCost
-from laplace_debias.kfac.factors import Factors
-from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox, OutputGram
+from laplace_debias.kfac.factors import Block, Factors
+from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox
 from laplace_debias.kfac.norms import NormGram
+from laplace_debias.kfac.rotations import (
+    RotatedInputs,
+    curvature_along,
+    input_gram,
+    output_grams,
+)
 from laplace_debias.kfac.row_counts import RowCounter, input_rows, output_rows
 from laplace_debias.network.calling import call_model
 from laplace_debias.network.check import agree
@@ -77,6 +84,8 @@ class Engine:
             per datum takes the place of one per output, and a warning says so.
         reached: Parameters whose layers some datum has reached. A mini-batch that does not reach
             them tells that they have no curvature there; others are refused.
+        draw_seed: Key the draws of ``fisher="mc"`` by this number and the datum instead of taking
+            them from the generator: whichever process has a datum draws the same for it.
         first_output: What the first datum to come gives by itself, ``[1, C]``, if that is known:
             its mini-batch must give the same.
 
@@ -104,6 +113,7 @@ class Engine:
     cost: FitCost = field(default_factory=FitCost)
     exact_up_to: float = math.inf
     reached: set[str] = field(default_factory=set)
+    draw_seed: int | None = None
     first_output: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -137,6 +147,7 @@ class Engine:
         outputs: bool = True,
         rows_from: float = math.inf,
         count_rows: bool = False,
+        along: Sequence[Block] | None = None,
     ) -> Factors:
         """Factors of one mini-batch; the network is left as found.
 
@@ -152,6 +163,8 @@ class Engine:
                 row per datum; by default of none.
             count_rows: Whether to count the rows behind every factor, which takes a Gram matrix
                 per datum: for mini-batches of few data.
+            along: Eigenvectors of every block. Each factor is then given by its curvatures along
+                them, ``diag(Q^T B Q)``, ``[d]`` in float64, and never formed itself.
 
         Returns:
             The factors, in at least single precision.
@@ -163,7 +176,12 @@ class Engine:
         weights_only = [p for p in self.owned if p.role == "weight" and not p.scales]
         if not isinstance(inputs, bool):
             weights_only, inputs = [p for p in weights_only if p.name in inputs], True
-        grams = {p.name: InputGram(self.kfac_approx, p.name) for p in weights_only if inputs}
+        Q = dict(zip(self.names, along or (), strict=along is not None))
+        grams = {
+            p.name: input_gram(self.kfac_approx, p.name, Q.get(p.name))
+            for p in weights_only
+            if inputs
+        }
         listeners: dict[nn.Module, list[InputGram]] = {}
         for p in weights_only if inputs else ():
             for layer in p.layers:
@@ -209,7 +227,7 @@ class Engine:
                     white, y = self.objective.whitened(white), self.objective.whitened(y)
             n_vectors, B = 0, dict[str, Tensor]()
             if outputs:
-                n_vectors, B = self._outputs(f, y, weights, recorder, count_B, x_hats)
+                n_vectors, B = self._outputs(f, X, y, weights, recorder, count_B, x_hats, Q)
         self.cost.forward += n
         self.cost.backward += n * n_vectors
         return Factors(
@@ -264,18 +282,40 @@ class Engine:
             return gram.result(n)
         weight, d_in = p.layers[0].weight, n_in(p.layers[0])
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        return weight.new_zeros(d_in, d_in, dtype=dtype)
+        rotated = isinstance(gram, RotatedInputs)
+        return weight.new_zeros(d_in if rotated else (d_in, d_in), dtype=dtype)
+
+    def _backward_vectors(
+        self, X: Inputs, f: Tensor, y: Tensor | None, weights: Tensor | None
+    ) -> Tensor:
+        """V, ``[k, n, C]``, drawn from the generator or keyed by the data."""
+
+        def vectors(at: slice, generator: torch.Generator | None) -> Tensor:
+            targets, shares = (t if t is None else t[at] for t in (y, weights))
+            options = (self.likelihood, self.fisher, generator, shares, self.sampler)
+            white = self.objective.whitened(f[at])
+            return self.objective.whitened(backward_vectors(white, targets, *options))
+
+        if self.draw_seed is None or self.fisher != "mc":
+            return vectors(slice(None), self.generator)
+        parts = []
+        for i, key in enumerate(datum_keys(X, len(f), self.draw_seed)):
+            own = torch.Generator(f.device).manual_seed(key)
+            parts.append(vectors(slice(i, i + 1), own))
+        return torch.cat(parts, dim=1)
 
     def _outputs(
         self,
         f: Tensor,
+        X: Inputs,
         y: Tensor | None,
         weights: Tensor | None,
         recorder: Recorder,
         counters: list[RowCounter],
         x_hats: dict[nn.Module, list[Tensor]],
+        Q: Mapping[str, Block],
     ) -> tuple[int, dict[str, Tensor]]:
-        """The number of backward vectors, and B of every parameter."""
+        """The number of backward vectors, and B of every parameter, or what it is along Q."""
         known: dict[nn.Module, Tensor] = {}
         if self._knows_hessian and not counters:  # at the output B needs no backward pass
             ends = [
@@ -286,20 +326,20 @@ class Engine:
             if ends:
                 H = len(f) * mean_loss_hessian(f.detach(), self.likelihood, weights)
                 known = dict.fromkeys(ends, H.to(torch.promote_types(f.dtype, torch.float32)))
+
+        def along(M: Tensor, name: str) -> Tensor:
+            return curvature_along(M, Q[name][0].double()).clamp(min=0) if Q else M
+
         layers = [layer for layer in self.layers if layer not in known]
         if not layers:
-            return 0, {p.name: _total([known[m] for m in p.layers]) for p in self.owned}
+            return 0, {
+                p.name: _total([along(known[m], p.name) for m in p.layers]) for p in self.owned
+            }
         self._choose_fisher(f.shape[1])
-        white = self.objective.whitened(f.detach())
-        V = backward_vectors(
-            white, y, self.likelihood, self.fisher, self.generator, weights, self.sampler
-        )  # [k, n, C]
-        V = self.objective.whitened(V)
-        grams = {
-            layer: OutputGram(layer, f, self.kfac_approx, self._layer_names[layer])
-            for layer in layers
-            if is_kfac_layer(layer)
-        }
+        V = self._backward_vectors(X, f.detach(), y, weights)  # [k, n, C]
+        owned = [p for p in self.owned if not p.scales]
+        names = {m: self._layer_names[m] for m in layers if is_kfac_layer(m)}
+        grams = output_grams(owned, f, self.kfac_approx, names, Q)
         scales = {p.name: NormGram(p, f) for p in self.owned if p.scales}
         calls = [call for layer in layers for call in recorder.calls[layer]]
         edges = [call.edge for call in calls if call.edge is not None]  # all, see check_called
@@ -317,8 +357,9 @@ class Engine:
                 of_call[call.module].append(g)
                 if g is not None:
                     found[call.module].append(g)
-            for layer, gram in grams.items():
-                gram.add(found[layer], len(f))
+            for layer, per_basis in grams.items():
+                for gram in {id(gram): gram for gram in per_basis.values()}.values():
+                    gram.add(found[layer], len(f))
             summed = {name: gram.add(of_call, x_hats, len(f)) for name, gram in scales.items()}
             for p, counter in zip(self.owned, counters, strict=False):  # none, or one each
                 parts = [
@@ -334,11 +375,20 @@ class Engine:
                     parts = [sum(parts[1:], parts[0])]
                 for new in parts:
                     counter.add(new)
-        B = known | {layer: gram.result() for layer, gram in grams.items()}
-        return len(V), {
-            p.name: scales[p.name].result() if p.scales else _total([B[m] for m in p.layers])
-            for p in self.owned
+        B = {
+            p.name: _total(
+                [
+                    along(known[m], p.name)
+                    if m in known
+                    else grams[m][p.name if Q else ""].result()
+                    for m in p.layers
+                ]
+            )
+            for p in owned
         }
+        for name, scale in scales.items():
+            B[name] = along(scale.result(), name)
+        return len(V), B
 
     def _check_first(self, f: Tensor) -> None:
         """Raise if the very first datum's output is another one in its mini-batch."""

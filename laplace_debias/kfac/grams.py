@@ -31,16 +31,22 @@ from torch.nn import functional as F
 
 from laplace_debias.kfac.shifts import saves_work, shifted_gram
 from laplace_debias.network.layers import KFACLayer, has_rows_last, n_out
-from laplace_debias.network.unfold import conv_image, conv_windows, last_first, n_positions
+from laplace_debias.network.unfold import (
+    conv_image,
+    conv_windows,
+    last_first,
+    n_positions,
+    unfolded,
+)
 
 __all__ = [
     "KFAC_APPROXES",
     "InputGram",
     "KFACApprox",
     "OutputGram",
-    "add_gradient_gram_",
     "add_gram_",
     "check_datum",
+    "gradient_rows",
     "input_mean",
     "mirror_",
 ]
@@ -132,45 +138,33 @@ def input_mean(layer: KFACLayer, x: Tensor) -> tuple[Tensor, int]:
 
     x, pads = conv_image(layer, x)
     shape = layer.kernel_size, layer.dilation, pads, layer.stride
+    n_rows = len(x) * prod(map(n_positions, x.shape[2:], *shape))
     if saves_work(x, *shape):
-        positions = map(n_positions, x.shape[2:], *shape)
-        n_rows = len(x) * prod(positions)
         return shifted_gram(x, *shape, slice_bytes=_SLICE_BYTES).div_(n_rows), n_rows
 
-    windows = conv_windows(layer, F.pad(x, last_first(pads)) if any(map(any, pads)) else x)
-    n, d = windows.shape[0], len(layer.kernel_size)
-    per_datum, d_in = prod(windows.shape[1 : 1 + d]), prod(windows.shape[1 + d :])
-    # Columns first: then the innermost copy runs along the input's memory.
-    columns = windows.permute(*range(1 + d, 2 + 2 * d), *range(1 + d))  # [C, *k, n, *positions]
-    step = max(1, _SLICE_BYTES // (per_datum * d_in * windows.element_size()))
-    out = windows.new_zeros(d_in, d_in)
-    for start in range(0, n, step):
-        part = columns.narrow(1 + d, start, min(step, n - start))
-        rows = part.reshape(d_in, -1).T  # the only unfolded copy
-        add_gram_(out, rows, alpha=1 / (n * per_datum))
-    return mirror_(out), n * per_datum
+    out = x.new_zeros(2 * [x.shape[1] * prod(layer.kernel_size)])
+    for rows in unfolded(layer, x, pads, _SLICE_BYTES):
+        add_gram_(out, rows, alpha=1 / n_rows)
+    return mirror_(out), n_rows
 
 
-def add_gradient_gram_(out: Tensor, layer: KFACLayer, g: Tensor) -> None:
-    """Add the sum over data and positions of ``g g^T``, to be completed by ``mirror_``.
+def gradient_rows(layer: KFACLayer, g: Tensor) -> Tensor:
+    """Gradients of a layer's output as rows, one for each datum and position.
 
     Args:
-        out: B so far, ``[d_out, d_out]``, changed in place.
         layer: ``Linear``, ``Conv1d``, ``Conv2d`` or ``Conv3d``.
         g: Gradients of the layer's output, ``[n, ..., d_out]`` or ``[n, d_out, *positions]``.
 
+    Returns:
+        Rows ``[n * positions, d_out]``.
+
     Example:
-        >>> B = torch.zeros(2, 2)
-        >>> add_gradient_gram_(B, torch.nn.Conv1d(1, 2, 1), torch.ones(3, 2, 5))
-        >>> B
-        tensor([[15., 15.], [15., 15.]])
+        >>> gradient_rows(torch.nn.Conv1d(1, 2, 1), torch.ones(3, 2, 5)).shape
+        torch.Size([15, 2])
     """
-    g = g.to(out.dtype)
     if has_rows_last(layer):
-        rows = g.reshape(-1, g.shape[-1])
-    else:
-        rows = g.transpose(0, 1).reshape(g.shape[1], -1).T  # [n * positions, d_out]
-    add_gram_(out, rows)
+        return g.reshape(-1, g.shape[-1])
+    return g.transpose(0, 1).reshape(g.shape[1], -1).T
 
 
 class InputGram:
@@ -197,7 +191,17 @@ class InputGram:
         if self.approx == "reduce" and a.numel():
             self._sums.append(_input_sum(layer, a))
         elif a.numel():  # some data were routed here
-            self._means.append(input_mean(layer, a))
+            self._means.append(self.mean(layer, a))
+
+    def mean(self, layer: KFACLayer, a: Tensor) -> tuple[Tensor, int]:
+        """What the rows of a call come to, as a mean, and their number."""
+        return input_mean(layer, a)
+
+    def summed(self, rows: Tensor, scale: float) -> Tensor:
+        """What some rows ``[r, d_in]`` come to, as a sum times ``scale``."""
+        out = rows.new_empty(rows.shape[1], rows.shape[1])
+        add_gram_(out, rows, alpha=scale, beta=0.0)
+        return mirror_(out)
 
     @property
     def n_rows(self) -> int:
@@ -211,9 +215,7 @@ class InputGram:
                 check_datum(len(total), n, self.name)
             n_positions = sum(count for _, count in self._sums)
             rows = sum(total for total, _ in self._sums[1:]) + self._sums[0][0]
-            out = rows.new_empty(rows.shape[1], rows.shape[1])
-            add_gram_(out, rows, alpha=1 / (n * n_positions**2), beta=0.0)
-            return mirror_(out)
+            return self.summed(rows, 1 / (n * n_positions**2))
         n_rows = sum(count for _, count in self._means)
         scale = n_rows / n if self.approx == "backpack" else 1.0
         if len(self._means) == 1:
@@ -246,26 +248,32 @@ class OutputGram:
         name: str = "layer",
     ) -> None:
         self.layer, self.approx, self.name = layer, approx, name
-        d_out = n_out(layer)
-        self._sum = like.new_zeros(
-            d_out, d_out, dtype=torch.promote_types(like.dtype, torch.float32)
-        )
+        self.dtype = torch.promote_types(like.dtype, torch.float32)
+        self._sum = self.empty(like, n_out(layer))
+
+    def empty(self, like: Tensor, d_out: int) -> Tensor:
+        """The sum of no rows."""
+        return like.new_zeros(d_out, d_out, dtype=self.dtype)
+
+    def add_rows(self, rows: Tensor) -> None:
+        """Add rows ``[r, d_out]`` to the sum."""
+        add_gram_(self._sum, rows)
 
     def add(self, gradients: Sequence[Tensor], n: int) -> None:
         """Add the gradients of one vector, one tensor for each call of the layer, of n data."""
         if self.approx == "expand":
             for g in gradients:
-                add_gradient_gram_(self._sum, self.layer, g)
+                self.add_rows(gradient_rows(self.layer, g.to(self.dtype)))
             return
         rows = []
         for g in gradients:
             check_datum(len(g), n, self.name)
-            g = g.to(self._sum.dtype)
+            g = g.to(self.dtype)
             linear = has_rows_last(self.layer)
             g = g if linear else g.movedim(1, -1)  # [n, ..., d_out]
             rows.append(g.flatten(1, -2).sum(1) if g.ndim > 2 else g)
         if rows:
-            add_gram_(self._sum, sum(rows[1:], rows[0]))
+            self.add_rows(sum(rows[1:], rows[0]))
 
     def result(self) -> Tensor:
         """B, ``[d_out, d_out]``."""

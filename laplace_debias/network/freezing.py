@@ -172,7 +172,7 @@ def check_supported(model: nn.Module, types: tuple[type[nn.Module], ...] = SUPPO
             f"other; got trainable parameters in {', '.join(listed)}. Remedy: freeze them with "
             "`laplace_debias.freeze_unsupported(model)`, or choose others, `parameters=...`; they "
             f"keep their trained value and are treated as certain. {'; '.join([*reasons, ''])}"
-            "a parametrised weight becomes an ordinary one by "
+            "parametrised weights become ordinary ones by "
             "`model = laplace_debias.bake_parametrizations(model)`."
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,6 +18,7 @@ __all__ = [
     "n_positions",
     "patch_order",
     "patches",
+    "unfolded",
 ]
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -121,6 +123,35 @@ def conv_windows(layer: Conv, x: Tensor) -> Tensor:
             *(step * di for step, di in zip(steps, d, strict=True)),
         ),
     )
+
+
+def unfolded(layer: Conv, x: Tensor, pads: Sequence[Segment], slice_bytes: int) -> Iterator[Tensor]:
+    """All patches of a convolution as rows, some data at a time.
+
+    Args:
+        layer: ``Conv1d``, ``Conv2d`` or ``Conv3d``.
+        x: Image ``[n, c, *sizes]`` from ``conv_image``.
+        pads: Zeros to put before and after each dimension.
+        slice_bytes: Size of the rows that are held at once, at least one datum's.
+
+    Yields:
+        Rows ``[r, c * k]``, k the kernel's number of pixels, about ``slice_bytes`` at a time.
+
+    Example:
+        >>> import torch
+        >>> layer, x = nn.Conv1d(1, 1, 2), torch.arange(3.0).reshape(1, 1, 3)
+        >>> [rows.tolist() for rows in unfolded(layer, x, [(0, 0)], 2**20)]
+        [[[0.0, 1.0], [1.0, 2.0]]]
+    """
+    windows = conv_windows(layer, F.pad(x, last_first(pads)) if any(map(any, pads)) else x)
+    n, d = windows.shape[0], len(layer.kernel_size)
+    per_datum, d_in = prod(windows.shape[1 : 1 + d]), prod(windows.shape[1 + d :])
+    # Columns first: then the innermost copy runs along the input's memory.
+    columns = windows.permute(*range(1 + d, 2 + 2 * d), *range(1 + d))  # [C, *k, n, *positions]
+    step = max(1, slice_bytes // (per_datum * d_in * windows.element_size()))
+    for start in range(0, n, step):
+        part = columns.narrow(1 + d, start, min(step, n - start))
+        yield part.reshape(d_in, -1).T  # the only unfolded copy
 
 
 def last_first(pads: Sequence[tuple[int, int]]) -> list[int]:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -71,6 +72,9 @@ from laplace_debias.network.upstream import (
     unchecked_prior,
 )
 from laplace_debias.network.verify import verify_last_layer, verify_layers
+from laplace_debias.network.wrappers import unwrapped
+from laplace_debias.posterior.resuming import check_resumable, fit_checkpoint
+from laplace_debias.posterior.several import agreed_seed, check_same_model, cost_of_all
 from laplace_debias.posterior.state import check_parameters, load_state, save_state
 from laplace_debias.posterior.tuned import Tuned
 from laplace_debias.predictive.eigenblocks import check_prior_precision
@@ -156,6 +160,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
     ) -> None:
         model = model if output is None else OutputPicker(model, output)
         self.debias = debias_mode(debias)
+        model = unwrapped(model)
         self.verify = verify
         self.data_keys = None if data_keys is None else tuple(data_keys)
         self.kfac_approx, self.sampler, self.generator = kfac_approx, sampler, generator
@@ -274,6 +279,8 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
         *,
         curvature_loader: Iterable[Any] | None = None,
         n_data: int | None = None,
+        checkpoint: str | Path | None = None,
+        checkpoint_seconds: float = 60.0,
     ) -> None:
         r"""Fit the posterior on the mini-batches of one or two loaders.
 
@@ -291,6 +298,9 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
         with :math:`K_1, K_2` the K-FAC matrices of both roles, scaled by N / M. The loss that
         enters ``log_marginal_likelihood`` is scaled in the same way.
 
+        Under an initialised ``torch.distributed`` process group all processes call ``fit``, each
+        with a loader of its share of the data, and end with the same posterior of all shares.
+
         The model is left as it was (laplace-torch's attribute ``output_size`` is set on it); if
         anything raises, this object is left as it was, too. Afterwards ``fit_cost`` tells the
         passes and seconds spent, and ``fit_report`` in words.
@@ -300,10 +310,14 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
                 one mini-batch ``(X, y)``.
             override: Whether to forget earlier fits. With ``False`` the factors of each role are
                 added to those of earlier fits, each with its own N, and decomposed again (all
-                weights only).
+                weights only). With ``debias=True`` the earlier fits have to be made with ``False``
+                as well: only then the factors of the curvatures are formed and kept.
             progress_bar: Whether to show one, advanced by mini-batches.
             curvature_loader: The data for the curvatures.
             n_data: N, by default ``len(train_loader.dataset)``.
+            checkpoint: A file in which to keep what was done so far; the same call goes on from
+                there if it was interrupted, and ends with the same bits. It is removed at the end.
+            checkpoint_seconds: How often to write it.
 
         Raises:
             ValueError: If the loaders, targets or inputs do not fit; see the messages.
@@ -318,9 +332,12 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
                 f"Expected `override=True` with debias={self.debias!r}, whose draws are gone after "
                 "a fit; got False. Remedy: fit on all data at once, or use debias=True."
             )
+        if checkpoint is not None:
+            check_resumable(self.debias, override=override)
         N = training_size(train_loader, curvature_loader, n_data)
         train_loader = self._prepare(train_loader, override)
-        past = None if override else self._fitted
+        check_same_model(self.model)
+        past, kept = None if override else self._fitted, None
         with torch.inference_mode(False), self._engine() as (engine, cast, check):
             data = TrainingData(
                 train_loader,
@@ -332,6 +349,8 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
                 cast,
                 check if self.verify else None,
             )
+            if isinstance(engine, Engine):
+                engine.draw_seed = agreed_seed(self.generator)
             if isinstance(self.options, AutoOptions) and isinstance(engine, Engine):
                 ridges = self._ridges(len(engine.names))
                 fitted = fit_auto(
@@ -340,11 +359,19 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
             elif isinstance(self.options, CrossfitOptions) and isinstance(engine, Engine):
                 fitted = fit_crossfit(engine, data, self.options, progress_bar=progress_bar)
             else:
-                method = fit_two_batch if self.debias == TWO_BATCH else fit_single
-                fitted = method(engine, data, past=past, progress_bar=progress_bar)
+                if checkpoint is not None:
+                    kept = fit_checkpoint(self, checkpoint, data, engine, checkpoint_seconds)
+                method = (
+                    partial(fit_two_batch, keep_factors=not override)
+                    if self.debias == TWO_BATCH
+                    else fit_single
+                )
+                fitted = method(engine, data, past=past, progress_bar=progress_bar, checkpoint=kept)
         self.take_over(fitted)
-        self.fit_cost = engine.cost
-        self.fit_report = fitted.report or report_of(self.debias, engine.cost, N)
+        self.fit_cost = cost_of_all(engine.cost)
+        self.fit_report = fitted.report or report_of(self.debias, self.fit_cost, N)
+        if kept is not None:
+            kept.finish()
 
     def _ridges(self, n_blocks: int) -> Tensor:
         """Prior precision over the Hessian factor, per block."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from laplace_debias.data.inputs import take
 from laplace_debias.data.pool import is_map_style
+from laplace_debias.data.processes import together
 from laplace_debias.data.reading import as_batches, unpack
 from laplace_debias.debias.options import debias_mode
 from laplace_debias.network.features import LastLayerNetwork
@@ -28,6 +29,7 @@ from laplace_debias.network.upstream import (
     unchecked_prior,
 )
 from laplace_debias.posterior.debiased import DebiasedPosterior
+from laplace_debias.posterior.several import agreed_name
 from laplace_debias.posterior.state import left_as_it_was
 
 __all__ = ["DebiasedKronLLLaplace", "DebiasedKronLaplace", "Laplace"]
@@ -126,10 +128,19 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):  # type: ignore[m
             )
         if self.model.last_layer is not None:
             return train_loader
+        with together("finding its last layer"):
+            loader = self._found_last_layer(train_loader)
+        name = agreed_name(last_layer_name(self.model))
+        if self.model.last_layer is None and name is not None:  # this process has no data
+            self.restore_last_layer(name)
+        return loader
+
+    def _found_last_layer(self, train_loader: Any) -> Iterable[Any]:
+        """The loader to read, after the last layer was found by a first datum, if there is one."""
         if is_map_style(train_loader) and len(train_loader.dataset):
             # no sampler is asked, so the first fit draws the same data as later ones
             first = train_loader.collate_fn([train_loader.dataset[0]])
-            loader = train_loader
+            loader: Iterable[Any] = train_loader
         else:
             batches = iter(as_batches(train_loader))
             first = next(batches, None)
@@ -138,7 +149,8 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):  # type: ignore[m
             loader = itertools.chain([first], batches)
         X, _ = unpack(first, device_of(self), self.dict_key_y)
         with evaluation_mode(self.model), torch.no_grad():
-            feature_extractor(self.model).find_last_layer(take(X, slice(0, 1), row_keys(self)))
+            one: Any = take(X, slice(0, 1), row_keys(self))
+            feature_extractor(self.model).find_last_layer(one)
         self._last_layer_found()
         return loader
 

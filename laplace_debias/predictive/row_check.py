@@ -55,7 +55,7 @@ def row_responses(
     """
     call, dim = source
     n = len(G)
-    if bias or is_norm(call.module):
+    if bias or step.ndim == 1 or is_norm(call.module):
         terms = G * step.reshape(-1, 1)
         if is_norm(call.module) and not bias:
             terms = terms * call_normalised(call, call.module, n, dim)

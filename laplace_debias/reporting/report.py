@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,44 +32,17 @@ from laplace_debias.data.reading import as_batches, unpack
 from laplace_debias.debias.bias import CurvatureBias
 from laplace_debias.debias.expected_bias import ExpectedBias
 from laplace_debias.evaluation.sweep import default_grid
-from laplace_debias.evaluation.tuning import TuningResult, tune
+from laplace_debias.evaluation.tuning import tune
 from laplace_debias.network.loss import likelihood_name
-from laplace_debias.network.model_check import ModelCheck, check_model
+from laplace_debias.network.model_check import check_model
 from laplace_debias.posterior.debiased import DebiasedPosterior
 from laplace_debias.posterior.kron import Laplace
-from laplace_debias.reporting.predictions import Predicted, halves, predict
+from laplace_debias.reporting.predictions import halves, predict
 from laplace_debias.reporting.recommend import Recommendation, candidates, recommend
-from laplace_debias.reporting.sections import written
+from laplace_debias.reporting.sections import Report, written
 from laplace_debias.storage.atomic import write_atomically
 
 __all__ = ["Report", "report"]
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a page was made of.
-
-    Attributes:
-        path: The page.
-        recommendation: What to do.
-        check: What the model is, and what share of it is Bayesian.
-        expected_bias: Over-estimation to expect from one mini-batch.
-        measured_bias: Over-estimation that two mini-batches measured.
-        comparison: The methods, baselines and costs.
-        tuning: The sweep behind the chosen prior precision.
-        predicted: Predictions of the test data, by name: ``"plain"`` and the shown posterior.
-        shifted: Predictions out of distribution, by name; empty without an ``ood_loader``.
-    """
-
-    path: Path
-    recommendation: Recommendation
-    check: ModelCheck
-    expected_bias: ExpectedBias
-    measured_bias: CurvatureBias
-    comparison: ComparisonResult
-    tuning: TuningResult
-    predicted: dict[str, Predicted]
-    shifted: dict[str, Predicted]
 
 
 def report(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 from torch import nn
 
+from laplace_debias.comparison.result import ComparisonResult
 from laplace_debias.comparison.rows import FITTED_ONCE, FULL, LARGE
+from laplace_debias.debias.bias import CurvatureBias
+from laplace_debias.debias.expected_bias import ExpectedBias
+from laplace_debias.evaluation.tuning_result import TuningResult
+from laplace_debias.network.model_check import ModelCheck
 from laplace_debias.plots.comparison import plot_bias, plot_comparison, plot_gap_cost
 from laplace_debias.plots.evaluation import (
     plot_ood,
@@ -18,14 +24,38 @@ from laplace_debias.plots.evaluation import (
 from laplace_debias.plots.style import COLUMN, style_of
 from laplace_debias.reporting.page import figure, page, section, table
 from laplace_debias.reporting.predictions import Predicted
-from laplace_debias.reporting.recommend import candidates
+from laplace_debias.reporting.recommend import Recommendation, candidates
 
-if TYPE_CHECKING:
-    from laplace_debias.reporting.report import Report
-
-__all__ = ["written"]
+__all__ = ["Report", "written"]
 
 LEVELS = tuple(i / 20 for i in range(1, 20))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a page was made of.
+
+    Attributes:
+        path: The page.
+        recommendation: What to do.
+        check: What the model is, and what share of it is Bayesian.
+        expected_bias: Over-estimation to expect from one mini-batch.
+        measured_bias: Over-estimation that two mini-batches measured.
+        comparison: The methods, baselines and costs.
+        tuning: The sweep behind the chosen prior precision.
+        predicted: Predictions of the test data, by name: ``"plain"`` and the shown posterior.
+        shifted: Predictions out of distribution, by name; empty without an ``ood_loader``.
+    """
+
+    path: Path
+    recommendation: Recommendation
+    check: ModelCheck
+    expected_bias: ExpectedBias
+    measured_bias: CurvatureBias
+    comparison: ComparisonResult
+    tuning: TuningResult
+    predicted: dict[str, Predicted]
+    shifted: dict[str, Predicted]
 
 
 def written(

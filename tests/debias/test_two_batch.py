@@ -1,5 +1,7 @@
 """The two methods that take data as they come, against explicit matrices."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
 from tests import oracles
 from tests.cases import CNN, MLP, MLP_REGRESSION, PARTLY_FROZEN
+from tests.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
 CASES = [MLP, MLP_REGRESSION, CNN, PARTLY_FROZEN]
@@ -92,3 +95,40 @@ def test_errors_come_before_any_result():
     lossless = Factors.from_blocks(["bias"], [[torch.eye(2)]], 1, 2)
     with pytest.raises(ValueError, match="factors with a loss.*Remedy"):
         fit_factors(lossless, None, 10)
+
+
+def test_debiasing_takes_hardly_more_memory_than_one_kfac():
+    """Factors give way to their bases, and the second mini-batch's are never there."""
+    torch.manual_seed(0)
+    widths = (300, 250, 300, 10)
+    layers = [torch.nn.Linear(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True)]
+    model = torch.nn.Sequential(*layers)
+    one, two = ((torch.randn(16, 300), torch.arange(16) % 10) for _ in range(2))
+    kfac = 4 * sum(d * d for pair in zip(widths[:-1], widths[1:], strict=True) for d in pair)
+    found = {}
+    for name, second in (("single", None), ("two-batch", [two]), ("kept", [two])):
+        engine = Engine(model, "classification", "mc")
+        data = TrainingData([one], second, 1000, CPU)
+        with LiveBytes([*model.parameters(), *one, *two]) as live:
+            if name == "single":
+                fit = fit_single(engine, data)
+            else:
+                fit = fit_two_batch(engine, data, keep_factors=name == "kept")
+        found[name] = (live.peak / kfac, live.now / kfac)
+        del fit
+    single, two_batch, kept = found.values()
+    assert two_batch[0] <= single[0] + 0.05
+    assert two_batch[1] <= single[1] + 0.05
+    assert kept[0] > single[0] + 0.9 and kept[1] > single[1] + 0.9  # what is spared
+    assert single[1] < 1.05
+
+
+def test_blocks_with_the_same_output_factor_share_their_basis():
+    one, two = parts(MLP, 30, 20)
+    data = TrainingData([one], [two], 200, CPU)
+    fit = fit_two_batch(Engine(MLP.model().float(), "classification"), _single_precision(data))
+    assert fit.Q[0][0] is fit.Q[1][0] and fit.Q[0][0].dtype == torch.float32
+
+
+def _single_precision(data):
+    return replace(data, cast=lambda t: t.float() if t.is_floating_point() else t)

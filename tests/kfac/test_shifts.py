@@ -89,7 +89,7 @@ def test_large_layers_are_not_unfolded_and_small_ones_are(monkeypatch):
     def unfolded(*args):
         raise AssertionError("unfolded")
 
-    monkeypatch.setattr(grams, "conv_windows", unfolded)
+    monkeypatch.setattr(grams, "unfolded", unfolded)
     layer = nn.Conv2d(64, 2, 3, padding=1)
     assert input_mean(layer, torch.ones(16, 64, 8, 8))[1] == 16 * 64
     with pytest.raises(AssertionError, match="unfolded"):

@@ -127,7 +127,7 @@ def test_fits_add_up_in_single_precision(debias):
             second = (X[other], y[other])
             la.fit((X[half], y[half]), curvature_loader=second, n_data=n_data, **kwargs)
 
-    fit(both, slice(0, 30), 50)
+    fit(both, slice(0, 30), 50, override=False)
     fit(both, slice(30, 60), 50, override=False)
     if debias == "single":
         fit(whole, slice(0, 60), 100)

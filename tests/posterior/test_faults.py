@@ -167,10 +167,10 @@ OPTIONS = {
 }
 
 
-def fitted(faults: Faults, options: dict, subset: str = "all") -> Any:
+def fitted(faults: Faults, options: dict, subset: str = "all", override: bool = True) -> Any:
     generator = torch.Generator().manual_seed(0)
     la = Laplace(trained(faults), "classification", subset, "kron", generator=generator, **options)
-    la.fit(BATCHES, n_data=50)
+    la.fit(BATCHES, override=override, n_data=50)
     return la
 
 
@@ -188,7 +188,7 @@ def test_a_fit_that_fails_anywhere_changes_nothing(options, subset, faults):
 
 @pytest.mark.parametrize("faults", ["model", "loader", "eigendecomposition"], indirect=True)
 def test_two_loaders_and_an_added_fit(faults):
-    la = fitted(faults, OPTIONS["two-batch"])
+    la = fitted(faults, OPTIONS["two-batch"], override=False)  # keeps the factors to add to
     first, second = (Loader([batch], faults) for batch in BATCHES)
 
     def call() -> None:

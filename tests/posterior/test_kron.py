@@ -167,13 +167,24 @@ def test_override_false_adds_per_role():
     case = cases.CNN
     (X1, y1), (X2, y2) = case.data(30, 1), case.data(40, 2)
     online = Laplace(case.model(), case.likelihood, "all", "kron", debias=True)
-    online.fit((X1[:15], y1[:15]), curvature_loader=(X2[:20], y2[:20]), n_data=100)
+    online.fit((X1[:15], y1[:15]), override=False, curvature_loader=(X2[:20], y2[:20]), n_data=100)
     online.fit((X1[15:], y1[15:]), override=False, curvature_loader=(X2[20:], y2[20:]), n_data=100)
     at_once = Laplace(case.model(), case.likelihood, "all", "kron", debias=True)
     at_once.fit((X1, y1), curvature_loader=(X2, y2), n_data=200)
     assert online.n_data == 200
     torch.testing.assert_close(precision(online), precision(at_once), rtol=1e-8, atol=1e-9)
     torch.testing.assert_close(online.loss, at_once.loss)
+
+
+def test_override_false_needs_factors_that_an_earlier_fit_kept():
+    case = cases.MLP
+    la = Laplace(case.model(), case.likelihood, "all", "kron", debias=True)
+    la.fit(case.data(9, 1), curvature_loader=case.data(9, 2), n_data=50)
+    assert la._fitted.curvatures == []
+    before = precision(la)
+    with pytest.raises(ValueError, match="every fit with `override=False`, the first as well"):
+        la.fit(case.data(9, 3), override=False, curvature_loader=case.data(9, 4), n_data=50)
+    assert torch.equal(precision(la), before) and la.n_data == 50
 
 
 def test_override_false_weights_each_fit_by_its_n():

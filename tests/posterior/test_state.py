@@ -54,7 +54,7 @@ def test_round_trip(case, subset, debias):
 def test_fitting_goes_on_after_loading():
     case = cases.CNN
     first = Laplace(case.model(), case.likelihood, "all", "kron", debias=True)
-    first.fit(case.data(9, 1), curvature_loader=case.data(9, 2), n_data=50)
+    first.fit(case.data(9, 1), override=False, curvature_loader=case.data(9, 2), n_data=50)
     second = Laplace(case.model(), case.likelihood, "all", "kron", debias=True)
     second.load_state_dict(saved(first))
     for la in (first, second):

@@ -159,8 +159,8 @@ def test_jacobians_that_have_to_be_formed_count_as_memory():
     blocks = eigen_blocks(la, torch.ones(1, 4), 2**29)
     layers = LayerJacobians(la.model, blocks, "input_ids", verify=False)
     with differentiable(la.model, la.params):
-        several, one = layers.prepare(x), layers.prepare(x[:1])
-    assert several - one == 2 * 2 * (12 + 4) * 8  # J and its rotation, two outputs, layer `lin`
+        (_, several), (_, one) = layers.prepare(x), layers.prepare(x[:1])
+    assert several - one == 2 * (12 + 4) * 8  # J and its rotation of each output, layer `lin`
 
 
 def test_two_data_of_which_a_layer_sees_one():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import hypothesis.strategies as st
@@ -67,7 +68,8 @@ def test_single_datum(name):
 def test_what_cannot_be_taken_apart_is_exact_and_warned_about(name):
     model, shape, module = FALLBACK[name]()
     la, x = build((model, shape))
-    with pytest.warns(UserWarning, match=f"module {module}\\)"):
+    named = "matrix" if module == "the model itself" else f"{module}."
+    with pytest.warns(UserWarning, match=f"exact but slow.*All of them: {re.escape(named)}"):
         result = linearized_predictive(la, x, [0.3, 2.0])
     expected = torch.stack([marginal(dense_covariance(la, x, d)) for d in (0.3, 2.0)])
     torch.testing.assert_close(result.covariance, expected, **EXACT)
@@ -222,7 +224,8 @@ def test_chunks_stay_within_the_memory_budget(n_at_once):
     la, x = fitted_cnn()
     predictor = StructuredPredictor(la, [0.5])
     with differentiable(la.model, predictor.params):
-        budget = n_at_once * predictor._layers.prepare(x)
+        held, per_output = predictor._layers.prepare(x)
+        budget = n_at_once * (held + la.n_outputs * per_output)
     sizes = []
     predictor = StructuredPredictor(la, [0.5], budget)
     handle = la.model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
@@ -233,9 +236,13 @@ def test_chunks_stay_within_the_memory_budget(n_at_once):
     assert sizes == [n_at_once] * (6 // n_at_once)
 
 
-@pytest.mark.parametrize(("diagonal", "most"), [(False, 4), (True, 2)])
-def test_samples_are_preferred_where_they_cost_less(diagonal, most):
-    """Three outputs, two priors: 4 C + k C passes (4 C for diagonals) against 2 k per sample."""
-    predictor = StructuredPredictor(fitted_cnn()[0], [0.5, 5.0])
-    assert predictor.prefers_samples(most, diagonal)
-    assert not predictor.prefers_samples(most + 1, diagonal)
+@pytest.mark.parametrize(("C", "diagonal", "way"), [
+    (66, False, "exact"), (67, False, "samples"), (100, True, "exact"), (101, True, "samples"),
+])  # fmt: skip
+def test_samples_are_preferred_where_they_cost_a_fifth(C, diagonal, way, monkeypatch):
+    """Two priors: 4 C + k C passes (4 C for diagonals) against five times 2 k for 20 samples."""
+    la, x = fitted_cnn()
+    predictor = StructuredPredictor(la, [0.5, 5.0])
+    monkeypatch.setattr(la, "n_outputs", C)
+    monkeypatch.setattr(la, "likelihood", "regression")  # has no top classes
+    assert predictor.chosen_method(x, 20, diagonal) == way

@@ -63,7 +63,7 @@ def test_half_of_the_test_data_choose(reports):
 
 def test_an_unsupported_model_is_refused_before_any_work(tmp_path):
     X, y = torch.randn(20, 3), torch.arange(20) % 2
-    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    net = nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2))
     loader = DataLoader(TensorDataset(X, y), 4)
     with pytest.raises(ValueError, match="1.weight"):
         report(net, loader, loader, path=tmp_path / "report.html")

@@ -104,8 +104,24 @@ def test_the_reported_run_can_be_redrawn():
     assert len(result.rows) == 1 + 14 * (1 + len(methods) * len(budgets) * 5)
     report = reporting.report(result).split("\n")
     lines = [line.split()[2:] for line in report if line.startswith("test   nll")]
-    readme = (ROOT / "README.md").read_text()
-    for method, line, between in zip(methods[1:], lines, (" | ", "** | **"), strict=True):
+    page = (ROOT / "docs" / "results" / "cifar10.md").read_text()
+    for method, line in zip(methods[1:], lines, strict=True):
         ratios = result.gap_ratio("nll", method)
         assert line == [f"{ratios[budget]:.2f}" for budget in budgets]
-        assert between.join(line) in readme
+        assert " | ".join(line) in page
+
+
+def test_the_page_says_what_the_kept_cells_say(tmp_path):
+    runs = reporting.reported_runs()
+    assert set(runs) == set(reporting.RUNS)
+    page = (ROOT / "docs" / "results" / "cifar10.md").read_text()
+    named = {reporting.RUNS[name]: run for name, run in runs.items()}
+    for metric in ("nll", "ece", "accuracy"):
+        assert reporting.gap_table(named, metric) in page
+    for name in ("backpack_label", "trained_backpack_label"):
+        assert reporting.curve_table(runs[name]) in page
+    bars = {"backpack_label": (0.15, 0.15), "backpack_exact": (0.3, 0.3)}
+    for name, most in (bars | {"trained_backpack_label": (0.4, 0.3)}).items():
+        ratios = runs[name].gap_ratio("nll")
+        for budget, bar in zip((64, 256), most, strict=True):
+            assert ratios[budget] <= bar

@@ -1,0 +1,244 @@
+"""What a fit has done so far, in a file: the same call goes on from there after an interruption.
+
+Accumulated factors (or the basis, once it is there), the number of mini-batches that are in them
+with a digest of their data, and the states of all random number generators are written as one file,
+whole or not at all. Going on, the loader is started from the same state and the mini-batches that
+are done are read, compared with the digest, and passed over: then everything is as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_debias.data.inputs import Batch, tensors_of
+from laplace_debias.kfac.counts import FitCost
+from laplace_debias.kfac.factors import Factors
+from laplace_debias.storage.atomic import write_atomically
+from laplace_debias.storage.data_digest import tensor_bytes
+
+__all__ = ["Checkpoint", "generators_of"]
+
+_KEPT = (
+    "names", "B", "A", "n", "n_outputs", "weight", "loss", "forward", "backward", "at_output",
+    "n_rows",
+)  # fmt: skip
+
+
+def generators_of(*owners: Any) -> list[torch.Generator]:
+    """Random number generators of loaders and of their samplers, each once.
+
+    Args:
+        *owners: Loaders, generators, or anything else.
+
+    Returns:
+        The generators.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> g = torch.Generator()
+        >>> generators_of(DataLoader([1, 2], shuffle=True, generator=g), None, g) == [g]
+        True
+    """
+    parts = [
+        part
+        for owner in owners
+        for part in (
+            owner,
+            *(getattr(owner, name, None) for name in ("sampler", "batch_sampler")),
+        )
+    ]
+    found = [part if isinstance(part, torch.Generator) else getattr(part, "generator", None)
+             for part in parts]  # fmt: skip
+    kept = {id(each): each for each in found if isinstance(each, torch.Generator)}
+    return list(kept.values())
+
+
+class Checkpoint:
+    """The file of one fit, and where the fit stands.
+
+    Args:
+        path: The file; it need not exist.
+        about: What decides the numbers besides the data; a file with something else is refused.
+        generators: All that are drawn from, besides the global one.
+        seconds: How often to write; 0 after every mini-batch.
+
+    Attributes:
+        content: What an earlier call has left: ``directions``, ``basis`` and ``curvatures`` as far
+            as there are any.
+        resumed: Number of mini-batches whose passes an earlier call has made.
+        done: Number of mini-batches whose passes are made, as far as they were read again.
+
+    Raises:
+        ValueError: If the file belongs to another fit, or is no such file.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     first = Checkpoint(folder + "/fit.pt", {"model": "a"}, [], seconds=0.0)
+        ...     batch = (torch.ones(2, 1), torch.zeros(2))
+        ...     for _ in first.following(iter([("directions", batch)])):
+        ...         first.processed(FitCost(forward=2))
+        ...     Checkpoint(folder + "/fit.pt", {"model": "a"}, []).resumed
+        1
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        about: Mapping[str, Any],
+        generators: list[torch.Generator],
+        seconds: float = 60.0,
+    ) -> None:
+        self.path, self.about, self.seconds = Path(path), dict(about), seconds
+        self._generators = generators
+        self.content: dict[str, Any] = {}
+        self.resumed = 0
+        self.done, self._digest, self._ahead = 0, "", list[str]()
+        self._saved: dict[str, Any] | None = None
+        self._start = self._position = self._states()
+        self._written = time.monotonic()
+        if self.path.exists():
+            self._load()
+
+    def _load(self) -> None:
+        """Take over what an earlier call has left."""
+        try:
+            saved = torch.load(self.path, weights_only=True)
+            about = saved["about"]
+        except Exception as error:
+            raise ValueError(
+                f"Expected the checkpoint of a fit, got {self.path}, which cannot be read as one "
+                f"({type(error).__name__}). Remedy: delete the file, or choose another path."
+            ) from error
+        other = sorted(
+            key for key in {*about, *self.about} if about.get(key) != self.about.get(key)
+        )
+        if other:
+            raise ValueError(
+                f"Expected a checkpoint of this very fit in {self.path}, got one that differs in "
+                f"{', '.join(other)}. Remedy: delete the file to begin anew, or take another path."
+            )
+        self.content = {key: saved[key] for key in ("basis", "cost")}
+        for role in ("directions", "curvatures"):
+            kept = saved[role]
+            self.content[role] = None if kept is None else Factors(**kept)
+        self._start, self._position = saved["start"], saved["position"]
+        self._saved, self.resumed = saved, saved["done"]
+
+    def restore_cost(self, cost: FitCost) -> None:
+        """Add what earlier calls have spent."""
+        if self._saved is not None:
+            forward, backward, seconds = self.content["cost"]
+            cost.forward += forward
+            cost.backward += backward
+            for stage, spent in seconds.items():
+                cost.seconds[stage] = cost.seconds.get(stage, 0.0) + spent
+
+    def following(self, batches: Iterator[tuple[str, Batch]]) -> Iterator[tuple[str, Batch]]:
+        """Mini-batches whose passes are still to be made; the others are read and compared.
+
+        Args:
+            batches: All of them, with their roles; not begun yet.
+
+        Yields:
+            The rest.
+
+        Raises:
+            ValueError: If the data are not those of the earlier call.
+        """
+        if self._saved is not None:
+            self._restore(self._start)
+            for _ in range(self._saved["done"]):
+                item = next(batches, None)
+                if item is None:
+                    break
+                self._ahead.append(_digest(*item))
+                self._commit()
+            if (self.done, self._digest) != (self._saved["done"], self._saved["digest"]):
+                raise ValueError(
+                    f"Expected the data of the interrupted fit in {self.path}, got others within "
+                    f"its first {self._saved['done']} mini-batches. Remedy: pass the same data in "
+                    "the same order (a seeded sampler, no random augmentation), or delete the file."
+                )
+            self._restore(self._saved["position"])
+        for item in batches:
+            self._ahead.append(_digest(*item))
+            yield item
+
+    def _commit(self) -> None:
+        """Count the first mini-batch that was read, but not yet counted."""
+        self._digest = hashlib.sha256(f"{self._digest} {self._ahead.pop(0)}".encode()).hexdigest()
+        self.done += 1
+
+    def processed(self, cost: FitCost, **content: Any) -> None:
+        """Note that the passes of a mini-batch are made; write, if it is time.
+
+        Args:
+            cost: What the fit has spent so far.
+            **content: ``directions``, ``basis`` or ``curvatures`` so far.
+        """
+        self._commit()
+        self._position = self._states()  # before the next mini-batch is read, which draws as well
+        if time.monotonic() - self._written >= self.seconds:
+            self.write(cost, **content)
+
+    def write(self, cost: FitCost, **content: Any) -> None:
+        """Write the file, whole or not at all; arguments as those of :meth:`processed`."""
+        factors = {role: content.get(role) for role in ("directions", "curvatures")}
+        state = {
+            "about": self.about,
+            "done": self.done,
+            "digest": self._digest,
+            "start": self._start,
+            "position": self._position,
+            "basis": content.get("basis"),
+            "cost": (cost.forward, cost.backward, dict(cost.seconds)),
+            **{role: None if f is None else _plain(f) for role, f in factors.items()},
+        }
+
+        def save(file: Path) -> None:
+            with file.open("wb") as stream:  # torch refuses some names of files
+                torch.save(state, stream)
+
+        write_atomically(self.path, save)
+        self._written = time.monotonic()
+
+    def finish(self) -> None:
+        """Remove the file of a fit that is complete, and what was left half written by a kill."""
+        halves = self.path.parent.glob(f".{self.path.stem}-{32 * '?'}{self.path.suffix}")
+        for path in (self.path, *halves):
+            path.unlink(missing_ok=True)
+
+    def _states(self) -> list[Tensor]:
+        """States of the global generator and of all others."""
+        return [torch.get_rng_state(), *(g.get_state() for g in self._generators)]
+
+    def _restore(self, states: list[Tensor]) -> None:
+        """Set them."""
+        torch.set_rng_state(states[0])
+        for generator, state in zip(self._generators, states[1:], strict=True):
+            generator.set_state(state)
+
+
+def _plain(factors: Factors) -> dict[str, Any]:
+    """Factors as tensors, numbers and names."""
+    assert set(_KEPT) <= {field.name for field in fields(factors)}
+    return {name: getattr(factors, name) for name in _KEPT}
+
+
+def _digest(role: str, batch: Batch) -> str:
+    """Digest of a mini-batch and its role."""
+    X, y = batch
+    digest = hashlib.sha256(role.encode())
+    for part in (*tensors_of(X), y):
+        digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
+        digest.update(tensor_bytes(part))
+    return digest.hexdigest()

@@ -1,0 +1,169 @@
+"""Sums over processes: the factors of all shares of the data as if one process had seen them.
+
+Per role B is summed and A averaged by numbers of rows, as :class:`~laplace_debias.kfac.factors`
+adds factors within one process; numbers of data, passes and losses add up. All processes end with
+the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from laplace_debias.data.processes import Processes, processes
+from laplace_debias.kfac.factors import Factors
+
+__all__ = ["factors_of_all", "shared_out"]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a process tells the others about its factors before they are summed."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[tuple[int, ...], tuple[int, ...] | None], ...]
+    dtypes: tuple[torch.dtype, ...]
+    same_B: tuple[bool, ...]  # as the parameter's before: a layer's weight and bias
+    n_rows: tuple[int, ...]
+    n: int
+    n_outputs: int
+    weight: float
+    at_output: tuple[bool, ...]
+    passes: tuple[int, int]
+
+
+def factors_of_all(factors: Factors | None, device: torch.device) -> Factors | None:
+    r"""Factors of the data of all processes together.
+
+    .. math:: B = \sum_r B_r, \qquad A = \frac{\sum_r n_r A_r}{\sum_r n_r}
+
+    with :math:`n_r` the number of rows behind :math:`A_r`. Factors may be given by their curvatures
+    along a basis; these add up alike.
+
+    Args:
+        factors: Those of this process's share, ``None`` if it is empty. Their tensors are
+            overwritten.
+        device: Where those of an empty share are to be.
+
+    Returns:
+        Those of all shares, the same in every process; ``None`` if all are empty. Without other
+        processes, what was handed over.
+
+    Raises:
+        ValueError: If processes have factors of different parameters, or kept outputs or rows.
+
+    Example:
+        >>> factors_of_all(None, torch.device("cpu")) is None
+        True
+    """
+    group = processes()
+    if group is None:
+        return factors
+    shares: list[_Share | None] = group.gather(None if factors is None else _share(factors))
+    found = [share for share in shares if share is not None]
+    if not found:
+        return None
+    kinds = {(share.names, share.shapes, share.n_outputs) for share in found}
+    if len(kinds) > 1:
+        raise ValueError(
+            "Expected factors of the same parameters and shapes in every process, got "
+            f"{len(kinds)} different sets. Remedy: build the same model in every process, with the "
+            "same parameters frozen."
+        )
+    if factors is None:
+        factors = _zeros(found[0], device)
+    rows = [sum(each) for each in zip(*(share.n_rows for share in found), strict=True)]
+    same = [all(each) for each in zip(*(share.same_B for share in found), strict=True)]
+    B: list[Tensor] = []
+    A: list[Tensor | None] = []
+    n_rows = factors.n_rows or (factors.n,) * len(rows)
+    for i, ((own_B, *_), own_A) in enumerate(zip(factors.blocks, factors.A, strict=True)):
+        B.append(B[i - 1] if same[i] else group.sum_(own_B))
+        A.append(None if own_A is None else group.sum_(own_A.mul_(n_rows[i] / max(rows[i], 1))))
+    loss = factors.summed_loss.to(torch.float64, copy=True)
+    return replace(
+        factors,
+        B=tuple(B),
+        A=tuple(A),
+        n=sum(share.n for share in found),
+        weight=sum(share.weight for share in found),
+        loss=group.sum_(loss).to(factors.summed_loss.dtype),
+        forward=sum(share.passes[0] for share in found),
+        backward=sum(share.passes[1] for share in found),
+        at_output=tuple(
+            all(each) for each in zip(*(share.at_output for share in found), strict=True)
+        ),
+        n_rows=tuple(rows) if found[0].n_rows else (),
+    )
+
+
+def _share(factors: Factors) -> _Share:
+    """Describe the factors of one process."""
+    if factors.outputs is not None or any(rows is not None for rows in factors.rows):
+        raise ValueError(
+            "Expected factors without outputs and rows to sum over processes, got some that kept "
+            "them. Remedy: compute them with `outputs=True` and without `rows_from`."
+        )
+    B = [block[0] for block in factors.blocks]
+    return _Share(
+        factors.names,
+        tuple(
+            (tuple(b.shape), None if a is None else tuple(a.shape))
+            for b, a in zip(B, factors.A, strict=True)
+        ),
+        tuple(b.dtype for b in B),
+        tuple(
+            i > 0 and B[i - 1].shape == b.shape and torch.equal(B[i - 1], b)
+            for i, b in enumerate(B)
+        ),
+        factors.n_rows or (factors.n,) * len(B),
+        factors.n,
+        factors.n_outputs,
+        factors.weight,
+        factors.at_output,
+        (factors.forward, factors.backward),
+    )
+
+
+def _zeros(share: _Share, device: torch.device) -> Factors:
+    """Factors of no data, in the form of those of another process."""
+    pairs = list(zip(share.shapes, share.dtypes, strict=True))
+    return Factors(
+        share.names,
+        tuple(torch.zeros(B, dtype=dtype, device=device) for (B, _), dtype in pairs),
+        tuple(
+            None if A is None else torch.zeros(A, dtype=dtype, device=device)
+            for (_, A), dtype in pairs
+        ),
+        0,
+        share.n_outputs,
+        weight=0.0,
+        loss=torch.zeros((), dtype=share.dtypes[0], device=device),
+        at_output=share.at_output,
+        n_rows=(0,) * len(share.names),
+    )
+
+
+def shared_out(costs: Sequence[float], group: Processes | None) -> list[int]:
+    """Deal out jobs: the dearest first, each to the process with the least to do so far.
+
+    Args:
+        costs: Of each job.
+        group: The processes, ``None`` if there is only this one.
+
+    Returns:
+        The rank that does each job, the same in every process.
+
+    Example:
+        >>> shared_out([1.0, 8.0, 4.0, 3.0], Processes(0, 2))
+        [1, 0, 1, 1]
+    """
+    load = [0.0] * (1 if group is None else group.size)
+    ranks = [0] * len(costs)
+    for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
+        ranks[job] = load.index(min(load))
+        load[ranks[job]] += costs[job]
+    return ranks

@@ -1,0 +1,83 @@
+"""Fits that go on after an interruption: which can, and what a checkpoint of theirs is about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from laplace_debias.data.processes import processes
+from laplace_debias.data.roles import TrainingData
+from laplace_debias.debias.checkpoint import Checkpoint, generators_of
+from laplace_debias.debias.freeing import FactorEngine
+from laplace_debias.debias.options import SINGLE, TWO_BATCH
+from laplace_debias.kfac.engine import Engine
+from laplace_debias.storage.fingerprints import model_hash, plain_options
+
+__all__ = ["check_resumable", "fit_checkpoint"]
+
+
+def check_resumable(debias: str, *, override: bool) -> None:
+    """Raise unless a fit can be interrupted and go on.
+
+    Args:
+        debias: The method.
+        override: Whether earlier fits are forgotten.
+
+    Raises:
+        ValueError: For methods that keep more than factors, fits that add to others, and several
+            processes.
+
+    Example:
+        >>> check_resumable("two-batch", override=True)
+    """
+    group = processes()
+    several = group is not None and group.size > 1
+    if debias not in (SINGLE, TWO_BATCH) or not override or several:
+        raise ValueError(
+            "Expected `checkpoint` with debias='single' or 'two-batch', override=True and one "
+            f"process, got debias={debias!r}, override={override} and "
+            f"{group.size if group is not None else 1} process(es). Remedy: leave `checkpoint` out."
+        )
+
+
+def fit_checkpoint(
+    la: Any, path: str | Path, data: TrainingData, engine: FactorEngine, seconds: float
+) -> Checkpoint:
+    """The checkpoint of a fit, with what an earlier call has left in it.
+
+    Args:
+        la: The posterior to be fitted.
+        path: The file.
+        data: Its data; of those only the loaders' generators and N are looked at here.
+        engine: What makes its factors.
+        seconds: How often to write.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        ValueError: If the file belongs to another fit, or this one draws from a generator that is
+            not kept.
+    """
+    if la.debias == TWO_BATCH and not isinstance(engine, Engine):
+        raise ValueError(
+            f"Expected the backend HookGGN or HookEF for a two-batch fit with a checkpoint, got "
+            f"{type(engine).__name__}. Remedy: leave `backend` or `checkpoint` out."
+        )
+    if la.fisher == "mc" and la.generator is None and data.device.type != "cpu":
+        raise ValueError(
+            f"Expected a `generator` for fisher='mc' with a checkpoint on {data.device}, got none. "
+            "Remedy: `Laplace(..., generator=torch.Generator(device))`."
+        )
+    options = {name: getattr(la, name) for name in ("debias", "kfac_approx", "fisher", "sampler")}
+    about = {
+        "model": model_hash(la.model),
+        "class": type(la).__name__,
+        "likelihood": str(la.likelihood),
+        "n_data": data.n_data,
+        "backend": type(engine).__name__,
+        "seed": getattr(engine, "draw_seed", None),
+        **plain_options(options),
+    }
+    generators = generators_of(la.generator, data.loader, data.curvature_loader)
+    return Checkpoint(path, about, generators, seconds)

@@ -1,0 +1,26 @@
+"""Fits without two sets of factors; what they come to is tested by the methods that use them."""
+
+import pytest
+import torch
+
+from laplace_debias.data.roles import CURVATURES, DIRECTIONS, TrainingData
+from laplace_debias.debias.freeing import fit_freeing
+from laplace_debias.debias.two_batch import fit_factors
+from laplace_debias.kfac.engine import Engine
+from tests.cases import CNN, MLP
+
+
+@pytest.mark.parametrize("case", [MLP, CNN], ids=lambda case: case.name)
+def test_mini_batches_in_any_cut_give_the_fit_of_formed_factors(case):
+    X, y = case.data(60)
+    engine = Engine(case.model(), case.likelihood)
+    formed = fit_factors(engine.factors(X[:40], y[:40]), engine.factors(X[40:], y[40:]), 300)
+    cuts = [(DIRECTIONS, slice(0, 25)), (DIRECTIONS, slice(25, 40)), (CURVATURES, slice(40, 47)),
+            (CURVATURES, slice(47, 60))]  # fmt: skip
+    data = TrainingData([], None, 300, torch.device("cpu"))
+    batches = ((role, (X[part], y[part])) for role, part in cuts)
+    freed = fit_freeing(engine, data, batches, roles=(DIRECTIONS, CURVATURES))
+    one, other = (fit.decomposed(torch.float64).to_matrix() for fit in (formed, freed))
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(formed.loss, freed.loss)
+    assert freed.curvatures == []

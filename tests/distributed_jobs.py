@@ -1,0 +1,224 @@
+"""What several gloo processes do in the tests, and the same in one process.
+
+Started as ``python -m tests.distributed_jobs rank size folder``; results go to files in the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from laplace_debias import Laplace, evaluate, sweep_prior_precision
+from laplace_debias.storage.fingerprints import tensors_hash
+from tests import cases
+
+N = 500
+GRID = [0.5, 5.0, 50.0]
+SHARES = {2: (22, 18), 3: (25, 15, 0)}  # data per mini-batch and rank; the last share may be empty
+CASES = {"mlp": cases.MLP, "regression": cases.MLP_REGRESSION, "cnn": cases.CNN}
+FITS = {
+    f"{method} {name} {subset}": (method, name, subset)
+    for method in ("single", "two-batch", "crossfit")
+    for name, subset in (("mlp", "all"), ("cnn", "all"), ("mlp", "last_layer"))
+} | {"two-batch regression all": ("two-batch", "regression", "all")}
+TIMEOUT = 20.0
+
+
+def batches(case, sizes, rank):
+    """Two mini-batches of 40 data, or a process's share of each."""
+    X, y = case.data(80)
+    if rank is None:
+        return [(X[:40], y[:40]), (X[40:], y[40:])]
+    start, n = sum(sizes[:rank]), sizes[rank]
+    parts = [slice(at + start, at + start + n) for at in (0, 40)]
+    return [(X[part], y[part]) for part in parts] if n else []
+
+
+def summary(la, case, sizes, rank):
+    """A posterior as numbers, some of them by everybody together."""
+    X, y = case.data(30, 5)
+    share = (X, y)
+    if rank is not None:
+        rows = slice(*(sum(sizes[:k]) * 30 // 40 for k in (rank, rank + 1)))
+        share = (X[rows], y[rows]) if len(X[rows]) else []
+    fitted = la._fitted
+    tensors = [t for part in (fitted.Q, fitted.lam, fitted.lam_tilde) for b in part for t in b]
+    variance = la.output_moments(X[:4])[1]  # at a prior precision of one, which is well posed
+    report = evaluate(la, share)
+    sweep = sweep_prior_precision(la, share, GRID, metrics=list(sweep_metrics(case)))
+    la.optimize_prior_precision(method="gridsearch", val_loader=share, grid_size=5)
+    found = {
+        "H": la.H.to_matrix(),
+        "loss": la.loss,
+        "n_data": la.n_data,
+        "passes": (la.fit_cost.forward, la.fit_cost.backward),
+        "variance": variance,
+        "report": {k: v for k, v in vars(report).items() if isinstance(v, (int, float))},
+        "sweep": sweep.values,
+        "n_sweep": sweep.n_data,
+        "prior": la.prior_precision,
+        "bits": tensors_hash([*tensors, la.loss]),
+    }
+    return found
+
+
+def sweep_metrics(case):
+    return ("nll", "ece") if case.likelihood == "classification" else ("nll", "rmse")
+
+
+def fit(name, rank=None, sizes=()):
+    """One of the fits, of a share or of everything."""
+    method, case_name, subset = FITS[name]
+    case = CASES[case_name]
+    la = Laplace(case.model(), case.likelihood, subset, "kron", debias=method)
+    la.fit(batches(case, sizes, rank), n_data=N)
+    return summary(la, case, sizes, rank)
+
+
+def sampled(rank=None, sizes=()):
+    """Draws that are keyed by the datum."""
+    case = cases.MLP
+    generator = torch.Generator().manual_seed(3 if not rank else 100 + rank)
+    la = Laplace(
+        case.model(), case.likelihood, "all", "kron", debias=True, fisher="mc", generator=generator
+    )
+    la.fit(batches(case, sizes, rank), n_data=N)
+    return {"H": la.H.to_matrix()}
+
+
+def dealt_out(rank=None, size=1):
+    """A dataset of 61 that does not come out even, dealt out by a sampler."""
+    case = cases.MLP
+    data = TensorDataset(*case.data(61))
+    sampler = None if rank is None else DistributedSampler(data, size, rank, shuffle=False)
+    loader = DataLoader(data, 7, sampler=sampler)
+    model = case.model()
+    model = model if rank is None else DistributedDataParallel(model)
+    la = Laplace(model, case.likelihood, "all", "kron", debias="single")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        la.fit(loader)
+    report = evaluate(la, loader)
+    return {
+        "H": la.H.to_matrix(),
+        "n_data": la.n_data,
+        "passes": (la.fit_cost.forward, la.fit_cost.backward),
+        "n_report": report.n_data,
+        "ece": report.ece,
+        "warnings": [str(w.message) for w in caught if "in order" in str(w.message)],
+    }
+
+
+def in_order(rank, sizes):
+    """Who warns that only the first data of a loader in order are used."""
+    case = cases.MLP
+    loader = DataLoader(TensorDataset(*case.data(40)), 10)
+    la = Laplace(case.model(), case.likelihood, "all", "kron", debias=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        la.fit(loader)
+    warned = [str(w.message) for w in caught if "SequentialSampler" in str(w.message)]
+    return {"n_data": la.n_data, "warnings": warned}
+
+
+def message_of(call):
+    """What a call raises."""
+    start = time.perf_counter()
+    try:
+        call()
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        return {"error": text, "seconds": time.perf_counter() - start}
+    return {"error": None}
+
+
+def failing(rank, sizes):
+    """Rank 1 has NaN in its data, in either role, and in an evaluation."""
+    case, found = cases.MLP, {}
+    for role in (0, 1):
+        data = batches(case, (20,) * len(sizes), rank) if rank < 2 else []
+        if rank == 1:
+            X, y = data[role]
+            data[role] = (X * float("nan"), y)
+        la = Laplace(case.model(), case.likelihood, "all", "kron", debias=True)
+        found[f"role {role}"] = message_of(lambda la=la, data=data: la.fit(data, n_data=N))
+    la = Laplace(case.model(), case.likelihood, "all", "kron", debias="single")
+    la.fit(batches(case, sizes, rank), n_data=N)
+    X, y = case.data(6)
+    X = X * float("nan") if rank == 1 else X
+    found["evaluation"] = message_of(lambda: evaluate(la, (X, y)))
+    found["sweep"] = message_of(lambda: sweep_prior_precision(la, (X, y), GRID))
+    other = case.model()
+    with torch.no_grad():
+        next(other.parameters()).add_(rank)
+    la = Laplace(other, case.likelihood, "all", "kron", debias="single")
+    found["weights"] = message_of(lambda: la.fit(batches(case, sizes, rank), n_data=N))
+    la = Laplace(case.model(), case.likelihood, "all", "kron", debias="single")
+    found["n_data"] = message_of(lambda: la.fit(batches(case, sizes, rank), n_data=N + rank))
+    options = {"debias": "crossfit", "sampling": "curvature"}
+    la = Laplace(case.model(), case.likelihood, "all", "kron", **options)
+    found["sampling"] = message_of(lambda: la.fit(batches(case, sizes, rank), n_data=N))
+    return found
+
+
+def killed(rank, sizes):
+    """The last rank is killed while the others wait for its share."""
+
+    def data():
+        first, second = batches(cases.MLP, (10,) * len(sizes), rank)
+        yield first
+        if rank == len(sizes) - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield second
+
+    la = Laplace(cases.MLP.model(), "classification", "all", "kron", debias=True)
+    return message_of(lambda: la.fit(data(), n_data=N))
+
+
+def started(size, folder):
+    """Start the processes; their results by rank, with what each of them wrote."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "tests.distributed_jobs"]
+    running = [
+        subprocess.Popen([*command, str(rank), str(size), str(folder)], env=env)
+        for rank in range(size)
+    ]
+    codes = [process.wait(timeout=120) for process in running]
+    results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(size)]
+    return codes, results
+
+
+def main(rank, size, folder):
+    """Everything, in one group; the kill comes last."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT),
+    )
+    sizes, path = SHARES[size], Path(folder) / f"{rank}.pt"
+    found = {name: fit(name, rank, sizes) for name in FITS}
+    found["sampled"] = sampled(rank, sizes)
+    found["dealt out"] = dealt_out(rank, size)
+    found["in order"] = in_order(rank, sizes)
+    found["failing"] = failing(rank, sizes)
+    torch.save(found, path)
+    found["killed"] = killed(rank, sizes)
+    torch.save(found, path)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,101 @@
+"""Fits that are killed, and go on: to the same bits; checkpoints of other fits are refused."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from laplace_debias import Laplace
+from tests import cases
+from tests.interrupted_fit import KINDS, fit
+
+
+def test_killed_twenty_times_and_ends_with_the_same_bits(tmp_path):
+    command = [sys.executable, "-m", "tests.interrupted_fit", str(tmp_path), "20"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    subprocess.run(command, check=True, env=env, timeout=150)
+    lives, killed, ended, resumed = json.loads((tmp_path / "lives.json").read_text())
+    assert killed == 20 and lives == killed + ended and resumed >= 5
+    for number in range(ended):
+        kind = KINDS[number % len(KINDS)]
+        found = json.loads((tmp_path / f"{kind}-{number}.json").read_text())
+        expected = json.loads(json.dumps(fit(kind)))
+        assert found == expected
+    assert not list(tmp_path.glob("*.checkpoint"))  # removed at the end
+
+
+class Stop(Exception):
+    """Ends a fit from inside."""
+
+
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch):
+    """A checkpoint of a two-batch fit, in the middle of its second role."""
+
+    def stopped_at(count):
+        calls = []
+        from laplace_debias.kfac.engine import Engine
+
+        original = Engine.factors
+
+        def factors(self, *args, **kwargs):
+            calls.append(1)
+            if len(calls) > count:
+                raise Stop
+            return original(self, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "factors", factors)
+            with pytest.raises(Stop):
+                fit("two-batch", tmp_path / "a.checkpoint")
+        assert (tmp_path / "a.checkpoint").exists()
+        return tmp_path / "a.checkpoint"
+
+    return stopped_at
+
+
+@pytest.mark.parametrize("count", [1, 14, 15, 16, 29])
+def test_goes_on_from_any_mini_batch(count, interrupted):
+    assert fit("two-batch", interrupted(count)) == fit("two-batch")
+
+
+def other_model():
+    model = cases.MLP.model()
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": other_model()}, "differs in model"),
+        ({"fisher": "exact"}, "differs in fisher"),
+        ({"kfac_approx": "reduce"}, "differs in kfac_approx"),
+        ({"kind": "single"}, "differs in debias"),
+        ({"data_seed": 3}, "the data of the interrupted fit"),
+    ],
+)
+def test_a_checkpoint_of_another_fit_is_refused(change, message, interrupted):
+    path = interrupted(20)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=message):
+        fit(**{"kind": "two-batch", "path": path, **change})
+    assert path.read_bytes() == before  # nothing lost: the right call can still go on
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    (tmp_path / "a").write_text("other")
+    with pytest.raises(ValueError, match="cannot be read as one"):
+        fit("single", tmp_path / "a")
+    la = Laplace(cases.MLP.model(), "classification", "all", "kron", debias="crossfit")
+    with pytest.raises(ValueError, match="Expected `checkpoint` with debias='single'"):
+        la.fit(cases.MLP.data(5), n_data=9, checkpoint=tmp_path / "b")
+
+
+def test_nothing_is_written_before_its_time(interrupted, tmp_path):
+    fit("two-batch", tmp_path / "b", seconds=1000.0)
+    assert not (tmp_path / "b").exists()
