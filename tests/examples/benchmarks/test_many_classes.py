@@ -1,4 +1,4 @@
-"""The benchmark of many classes runs at a small size, and its variances are those of the exact way."""
+"""Many classes at a small size: variances are the exact ones where the probability is."""
 
 from examples.benchmarks import many_classes
 
