@@ -8,7 +8,7 @@ imported PyTorch already, and because the tree that is worked in must not be wri
 
 Finished mutants are kept in ``--results``, and the same call goes on from there::
 
-    python -m examples.benchmarks.mutants --n 300 --seed 0 --results /tmp/mutants.jsonl
+    python -m examples.benchmarks.mutants --n 300 --seed 0 --results outputs/mutants.jsonl
 """
 
 from __future__ import annotations
@@ -250,9 +250,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--n", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, default=Path("/tmp/mutants.jsonl"))
+    parser.add_argument("--results", type=Path, default=Path("outputs/mutants.jsonl"))
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
+    args.results.parent.mkdir(parents=True, exist_ok=True)
     finished = {}
     if args.results.exists():
         rows = [json.loads(line) for line in args.results.read_text().splitlines()]
