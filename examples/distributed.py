@@ -13,6 +13,7 @@ On GPUs the same script runs with ``--backend nccl`` and one process per device.
 from __future__ import annotations
 
 import argparse
+import gc
 from datetime import timedelta
 
 import torch
@@ -90,6 +91,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         print(f"accuracy {report.accuracy:.3f}, NLL {report.nll:.3f}, ECE {report.ece:.3f}")
         print(f"{group.carried:,} bytes of factors, bases and metrics exchanged by rank 0")
     dist.barrier()  # nobody leaves while others still talk
+    # DistributedDataParallel's reducer holds the group: it has to go before the group's threads do
+    del la, model
+    gc.collect()
     dist.destroy_process_group()
     return {"nll": report.nll, "accuracy": report.accuracy}
 
