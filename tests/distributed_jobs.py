@@ -218,6 +218,7 @@ def main(rank, size, folder):
     torch.save(found, path)
     found["killed"] = killed(rank, sizes)
     torch.save(found, path)
+    os._exit(0)  # the group has lost a member, and cannot be shut down in order
 
 
 if __name__ == "__main__":
