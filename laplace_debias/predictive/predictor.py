@@ -9,6 +9,7 @@ precisions.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -104,7 +105,7 @@ class StructuredPredictor:
         else:
             self.deltas, self.many = prior_grid(prior_precisions, n_blocks, like)
         self.la, self.memory_budget = la, int(memory_budget)
-        self._verified = not getattr(la, "verify", True)
+        self._verified, self._said = not getattr(la, "verify", True), False
         self.keep_graph = la.enable_backprop if keep_graph is None else keep_graph
         nodes = None
         scalar = bool((self.deltas == self.deltas[:, :1]).all())
@@ -215,7 +216,17 @@ class StructuredPredictor:
             if self._layers.has_output_layer:
                 costs["top"] = 4 * N_TOP
         best = min(costs, key=lambda name: costs[name])
-        return best if 5 * costs[best] < exact else "exact"
+        if 5 * costs[best] >= exact:
+            return "exact"
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"Predictions for {C} outputs take method={best!r}, because exact (co)variances of "
+                "all of them cost more than five times as much. Set `predictive_method` (or "
+                "`method`) to 'exact' for these.",
+                stacklevel=4,
+            )
+        return best
 
     def apart(self, x: Inputs, diagonal_output: bool = False) -> tuple[Tensor, Tensor]:
         """Return the outputs ``[n, C]`` and what each block adds to their exact (co)variances.

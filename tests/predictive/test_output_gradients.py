@@ -113,7 +113,8 @@ def test_auto_is_exact_unless_that_is_dear():
     assert linearized_predictive(few, x, method="auto", n_samples=1).method == "exact"
     many, x = many_classes(C=600)
     auto = StructuredPredictor(many)
-    assert auto.chosen_method(x, 100, True) == "top"
+    with pytest.warns(UserWarning, match=r"600 outputs take method='top'.*'exact'"):
+        assert auto.chosen_method(x, 100, True) == "top"
     assert auto.chosen_method(x, 100, False) == "samples"
     headless = nn.Sequential(*many.model, nn.Identity(), nn.Tanh())
     other = Laplace(headless, "classification", "all", "kron", debias="single", fisher="mc")
