@@ -200,7 +200,7 @@ def test_factors_add_up():
         both + kfac_factors(model[2:], torch.randn(2, 4, 5, 6).double(), likelihood="regression")
 
 
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("likelihood", ["classification", "regression", "bernoulli"])
 def test_the_output_layer_takes_no_backward_pass(likelihood):
     """Its B is the sum of the loss Hessians, weights included."""
     torch.manual_seed(0)
@@ -212,6 +212,7 @@ def test_the_output_layer_takes_no_backward_pass(likelihood):
     loss = {
         "classification": lambda f: torch.nn.functional.cross_entropy(f, torch.tensor(1)),
         "regression": lambda f: 0.5 * f.square().sum(),
+        "bernoulli": lambda f: torch.nn.functional.softplus(f).sum(),
     }[likelihood]
     expected = sum(
         w_n * torch.autograd.functional.hessian(loss, f)
