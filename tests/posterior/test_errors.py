@@ -277,6 +277,8 @@ def test_scales_must_be_positive(subset):
             make(subset=subset, temperature=bad)
     with says("positive, finite `sigma_noise`"):
         make(MLP_REGRESSION, subset, sigma_noise=-1.0)
+    with says("`sigma_noise` to be a number, or one for each output, got '1.2'"):
+        make(MLP_REGRESSION, subset, sigma_noise="1.2")
     la = make(subset=subset)
     la.fit(MLP.data(6), curvature_loader=MLP.data(6, 2), n_data=20)
     with says("positive, finite prior precision"):
