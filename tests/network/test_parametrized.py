@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from laplace_debias import Laplace, bake_parametrizations, check_model
+from laplace_debias import Laplace, bake_parametrizations, check_model, freeze_unsupported
 from laplace_debias.predictive.predictor import StructuredPredictor
 from tests import oracles
 from tests.cases import seeded
@@ -259,3 +259,38 @@ def test_frozen_originals_are_exact_for_all_other_parameters(kind, training):
     assert model.training == training
     assert not bake_parametrizations(model)[0].weight.requires_grad
     assert bake_parametrizations(model).training == training
+
+
+class Watched(nn.Module):
+    """Notes in which mode it is asked: what a spectral norm does in train mode changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[bool] = []
+
+    def forward(self, V: Tensor) -> Tensor:
+        """Pass on."""
+        self.asked.append(self.training)
+        return 1.0 * V
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+@pytest.mark.parametrize("debias", ["single", "two-batch", "crossfit"])
+def test_no_weight_is_looked_at_in_train_mode(subset, debias):
+    model, (X, y) = seeded(lambda: network("none")), data()
+    watched = [Watched(), Watched()]
+    for layer, part in zip((model[0], model[2]), watched, strict=True):
+        parametrize.register_parametrization(layer, "weight", part)
+    model.train()
+    for part in watched:
+        part.asked.clear()
+    check_model(model, X, "classification")
+    la = Laplace(model, "classification", subset, "kron", debias=debias)
+    la.fit([(X[:5], y[:5]), (X[5:], y[5:])], n_data=N)
+    la(X[:3]), la(X[:3], pred_type="nn", link_approx="mc", n_samples=2)
+    la(X[:3], link_approx="mc", n_samples=2, predictive_method="samples")
+    la.log_marginal_likelihood()
+    restored = Laplace(model, "classification", subset, "kron", debias=debias)
+    restored.load_state_dict(la.state_dict())
+    bake_parametrizations(model), freeze_unsupported(model)
+    assert model.training and all(part.asked and not any(part.asked) for part in watched)
