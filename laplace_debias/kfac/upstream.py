@@ -210,6 +210,12 @@ class BackendEngine:
         calls = recorder.calls[self.model]
         if not calls:
             return 0
+        if len(calls[0].shape) > 2:
+            raise ValueError(
+                f"Expected outputs [n, C] with {type(self._backend).__name__}, got "
+                f"{list(calls[0].shape)}: it knows no positions (tokens, pixels). Remedy: leave "
+                "`backend` out."
+            )
         check_targets(y, calls[0].shape, self.likelihood)
         silent = [name for name, layer in self._layers.items() if not recorder.calls[layer]]
         if silent:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.reading import on_device, read
 from laplace_debias.data.roles import TrainingData, training_size
+from laplace_debias.data.targets import IGNORED
 from laplace_debias.debias.auto import fit_auto
 from laplace_debias.debias.bias import CurvatureBias, curvature_bias
 from laplace_debias.debias.certificate import FitReport, report_of
@@ -55,6 +56,7 @@ from laplace_debias.network.layers import SUPPORTED_TYPES
 from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
 from laplace_debias.network.objective import Objective, objective_of
 from laplace_debias.network.ownership import transposed_parameters
+from laplace_debias.network.positions import as_outputs
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.remembered import forget
 from laplace_debias.network.selection import Parameters, select_parameters, selected
@@ -120,7 +122,8 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
         verify: Whether fits and predictors check on a few data that the model is one they can
             represent, see :func:`laplace_debias.check_model`.
         objective: What the training loss differs in from the plain one: ``class_weights``,
-            ``label_smoothing`` (as those of ``nn.CrossEntropyLoss``), or a vector as
+            ``label_smoothing``, ``ignore_index`` (the label of tokens or pixels that do not count;
+            all as those of ``nn.CrossEntropyLoss``), or a vector as
             ``sigma_noise``, one noise per output: its ratios are fixed, and the attribute
             ``sigma_noise`` is a common factor of them, 1 at first, that stays tunable.
         parameters: Which parameters are Bayesian, whether frozen or not, see
@@ -156,6 +159,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
         parameters: Parameters = None,
         class_weights: Any = None,
         label_smoothing: float = 0.0,
+        ignore_index: int = IGNORED,
         **kwargs: Any,
     ) -> None:
         model = model if output is None else OutputPicker(model, output)
@@ -186,6 +190,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
             class_weights,
             label_smoothing,
             noise if per_output else None,
+            ignore_index,
         )
         if self.objective != Objective() and not issubclass(backend or HookGGN, HookInterface):
             raise ValueError(
@@ -607,8 +612,9 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
             **model_kwargs: For the network's forward pass with ``pred_type="nn"``.
 
         Returns:
-            Class probabilities ``[n, C]`` (with ``likelihood="bernoulli"`` those of yes for each
-            output), or for regression and rewards mean and (co)variance.
+            Class probabilities ``[n, C]``, in general of the outputs' shape (with
+            ``likelihood="bernoulli"`` those of yes for each output), or for regression and rewards
+            mean and (co)variance.
 
         Raises:
             AttributeError: Before ``fit``.
@@ -662,8 +668,8 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
             **model_kwargs: For the network's forward pass with ``pred_type="nn"``.
 
         Returns:
-            Log-probabilities ``[n, C]``; with ``likelihood="bernoulli"`` of no and yes for each
-            output, ``[n, C, 2]``.
+            Log-probabilities ``[n, C]``, in general of the outputs' shape; with
+            ``likelihood="bernoulli"`` of no and yes for each output, ``[n, C, 2]``.
 
         Raises:
             AttributeError: Before ``fit``.
@@ -681,9 +687,11 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
             mean = (
                 mean_label_log_probabilities if self._predicts_labels() else mean_log_probabilities
             )
-            return mean(samples / self.logit_temperature)
-        options = (n_samples, diagonal_output, generator)
-        return self._glm_prediction(x, link_approx, *options, values=False)[0]
+            log_p = mean(samples / self.logit_temperature)
+        else:
+            options = (n_samples, diagonal_output, generator)
+            log_p = self._glm_prediction(x, link_approx, *options, values=False)[0]
+        return log_p if self._predicts_labels() else as_outputs(log_p)
 
     def _checked_options(
         self, pred_type: str, link_approx: str, generator: torch.Generator | None
@@ -748,7 +756,8 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
 
         Returns:
             Means ``[n, C]`` and covariances ``[n, C, C]``, or variances ``[n, C]``; with ``joint``
-            means ``[n * C]`` and covariances ``[n * C, n * C]``.
+            means ``[n * C]`` and covariances ``[n * C, n * C]``. With positions (tokens, pixels),
+            classes last: ``[n, *positions, C]`` and ``[n, *positions, C, C]``.
         """
         self.check_fitted()
         result = self.predictor()(X, diagonal_output and not joint, joint)
