@@ -15,6 +15,10 @@ MOST_LINES = 300
 LONGER = {
     # The three approximations side by side, with their formulas.
     "kfac/grams.py": 320,
+    # What is saved, how it is restored, and all earlier formats.
+    "posterior/state.py": 320,
+    # Every form of mini-batch that people have, and what is said of others.
+    "data/reading.py": 315,
     # Class predictions and Gaussian ones, each with its checks.
     "evaluation/streams.py": 310,
     # Basis, own and held-out eigenvalues, and how they are put together.
@@ -26,7 +30,7 @@ LONGER = {
     # What is refused before a fit, each check with its words.
     "network/verify.py": 320,
     # The class that laplace-torch's users see, all of its methods in one body.
-    "posterior/debiased.py": 980,
+    "posterior/debiased.py": 990,
     # Every kind of layer, from its calls to its contraction.
     "predictive/layer_jacobians.py": 340,
     # One predictor and the one that several posteriors share.

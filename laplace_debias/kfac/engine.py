@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from laplace_debias.data.datum_keys import datum_keys
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.targets import check_targets
+from laplace_debias.data.weighted import WeightedTargets, apart
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Block, Factors
 from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox
@@ -148,7 +149,7 @@ class Engine:
     def factors(
         self,
         X: Inputs,
-        y: Tensor | None = None,
+        targets: Tensor | WeightedTargets | None = None,
         weights: Tensor | None = None,
         *,
         inputs: bool | Container[str] = True,
@@ -161,8 +162,8 @@ class Engine:
 
         Args:
             X: Inputs of n data, a tensor or a mapping that the model takes as its one argument.
-            y: Targets, ``[n]`` class indices or ``[n, C]`` values. Needed for the loss and for the
-                empirical Fisher.
+            targets: ``[n]`` class indices or ``[n, C]`` values, with sample weights or without.
+                Needed for the loss and for the empirical Fisher.
             weights: Non-negative weight ``[n]`` of each datum in B and in the loss; 1 by default.
             inputs: Whether to compute A, or the names of the weights that get one.
             outputs: Whether to compute B, which takes backward passes. Without, the network's
@@ -181,6 +182,9 @@ class Engine:
             ValueError: If the forward pass never uses a layer, or if the shapes of outputs, targets
                 or weights do not fit.
         """
+        y, own = apart(targets)
+        if own is not None:
+            weights = own if weights is None else own * weights
         weights_only = [p for p in self.owned if p.role == "weight" and not p.scales]
         if not isinstance(inputs, bool):
             weights_only, inputs = [p for p in weights_only if p.name in inputs], True

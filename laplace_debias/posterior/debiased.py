@@ -129,6 +129,9 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
         parameters: Which parameters are Bayesian, whether frozen or not, see
             :func:`laplace_debias.network.selection.select_parameters`; ``requires_grad`` is left
             as it is.
+        dict_key_w: The entry of mini-batches that are mappings which has sample weights, if any;
+            others may be ``(X, y, w)``. The loss and its curvature are sums of ``w`` times each
+            datum's.
         data_keys: The entries of inputs that are mappings which have one row per datum; by default
             all tensors with as many rows.
     """
@@ -160,12 +163,13 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
         class_weights: Any = None,
         label_smoothing: float = 0.0,
         ignore_index: int = IGNORED,
+        dict_key_w: str = "sample_weight",
         **kwargs: Any,
     ) -> None:
         model = model if output is None else OutputPicker(model, output)
         self.debias = debias_mode(debias)
         model = unwrapped(model)
-        self.verify = verify
+        self.verify, self.dict_key_w = verify, dict_key_w
         self.data_keys = None if data_keys is None else tuple(data_keys)
         self.kfac_approx, self.sampler, self.generator = kfac_approx, sampler, generator
         self.options = method_options(self.debias, kwargs, generator)
@@ -312,7 +316,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
 
         Args:
             train_loader: A loader of mini-batches ``(X, y)`` or mappings, any iterable of them, or
-                one mini-batch ``(X, y)``.
+                one mini-batch ``(X, y)``; with sample weights ``(X, y, w)``.
             override: Whether to forget earlier fits. With ``False`` the factors of each role are
                 added to those of earlier fits, each with its own N, and decomposed again (all
                 weights only). With ``debias=True`` the earlier fits have to be made with ``False``
@@ -353,6 +357,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
                 self.dict_key_y,
                 cast,
                 check if self.verify else None,
+                self.dict_key_w,
             )
             if isinstance(engine, Engine):
                 engine.draw_seed = agreed_seed(self.generator)
@@ -768,8 +773,18 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
         return self.output_moments(X, diagonal_output=True)
 
     def functional_samples(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Samples of the network's outputs, ``[S, n, C]``; see laplace-torch."""
+        """Samples of the network's outputs, ``[S, n, C]``; see laplace-torch.
+
+        Raises:
+            ValueError: For outputs with positions, whose covariances across positions they lack.
+        """
         self.check_fitted()
+        X = args[0] if args else kwargs["x"]
+        if first_output(self.model, X, row_keys(self)).ndim > 2:
+            raise ValueError(
+                "Expected outputs [n, C] for functional samples, got positions (tokens, pixels). "
+                "Remedy: `la.predictor().samples(x, n_samples)` draws all positions together."
+            )
         return super().functional_samples(*args, **kwargs)
 
     def predictive_samples(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -290,6 +290,16 @@ def test_what_is_not_supported_is_refused_by_name(options, message):
         la.fit(loader)
 
 
+def test_functional_samples_of_positions_are_refused_by_name():
+    net, X, y = case("pixels")
+    la = fitted(net, X, y, "single")
+    for samples in (la.functional_samples, la.predictive_samples):
+        with pytest.raises(ValueError, match="draws all positions together"):
+            samples(X)
+    _, drawn = la.predictor().samples(X, 5)
+    assert drawn.shape == (1, 5, 8, 3, 4, C)
+
+
 def test_other_likelihoods_and_backends_are_refused_by_name():
     from laplace.curvature.curvlinops import CurvlinopsGGN
 
