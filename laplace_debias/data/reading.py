@@ -293,7 +293,7 @@ def as_batches(
             )
         return [loader]
     if triples and isinstance(loader, (tuple, list)) and len(loader) == 3:
-        if all(isinstance(part, Tensor) for part in loader[1:]):
+        if all(isinstance(part, Tensor) for part in loader[1:]) and loader[2].ndim == 1:
             return [loader]
     if isinstance(loader, (tuple, list)) and len(loader) == 2 and isinstance(loader[1], Tensor):
         X, y = loader
