@@ -275,9 +275,9 @@ def verify_last_layer(
     if not agree(last_layer_of(model)(phi).detach().reshape(-1), f.reshape(-1)):
         raise ValueError(
             f"Expected the model to end in its last layer '{last_layer_name(model)}', got outputs "
-            "that differ from that layer's (a temperature, a scaling, a function after it). "
-            "Remedy: end the model there, or use subset_of_weights='all' with the other layers "
-            f"frozen. {_OFF}"
+            "that differ from that layer's (a temperature, a choice of a token, a function after "
+            "it). Remedy: end the model there, or take the layer as one of all, "
+            f"subset_of_weights='all' with parameters='head'. {_OFF}"
         )
     remember(model, question, x, True)
 
