@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from laplace_debias.data.datum_keys import datum_keys
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.targets import check_targets
+from laplace_debias.data.weighted import WeightedTargets, apart
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Block, Factors
 from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox
@@ -56,6 +57,14 @@ from laplace_debias.network.loss import (
 )
 from laplace_debias.network.objective import Objective
 from laplace_debias.network.ownership import OwnedParameter, owned_parameters
+from laplace_debias.network.positions import (
+    as_outputs,
+    check_positions,
+    classes_last,
+    n_exact_vectors,
+    position_vectors,
+    weights_of_positions,
+)
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder, check_outputs
 
@@ -141,7 +150,7 @@ class Engine:
     def factors(
         self,
         X: Inputs,
-        y: Tensor | None = None,
+        targets: Tensor | WeightedTargets | None = None,
         weights: Tensor | None = None,
         *,
         inputs: bool | Container[str] = True,
@@ -154,8 +163,8 @@ class Engine:
 
         Args:
             X: Inputs of n data, a tensor or a mapping that the model takes as its one argument.
-            y: Targets, ``[n]`` class indices or ``[n, C]`` values. Needed for the loss and for the
-                empirical Fisher.
+            targets: ``[n]`` class indices or ``[n, C]`` values, with sample weights or without.
+                Needed for the loss and for the empirical Fisher.
             weights: Non-negative weight ``[n]`` of each datum in B and in the loss; 1 by default.
             inputs: Whether to compute A, or the names of the weights that get one.
             outputs: Whether to compute B, which takes backward passes. Without, the network's
@@ -174,6 +183,9 @@ class Engine:
             ValueError: If the forward pass never uses a layer, or if the shapes of outputs, targets
                 or weights do not fit.
         """
+        y, own = apart(targets)
+        if own is not None:
+            weights = own if weights is None else own * weights
         weights_only = [p for p in self.owned if p.role == "weight" and not p.has_one_factor]
         if not isinstance(inputs, bool):
             weights_only, inputs = [p for p in weights_only if p.name in inputs], True
@@ -218,12 +230,14 @@ class Engine:
             x = X if self.embed is None else self.embed(X)
             with torch.set_grad_enabled(outputs), recorder.recording():
                 f = check_outputs(call_model(self.root, x))
-            n, C = f.shape
+            check_positions(f, self.likelihood, self.fisher)
+            white = classes_last(f.detach())  # [n, *positions, C]
+            n, C = len(white), white.shape[-1]
             self._check_first(f.detach())
             self.check_called(recorder, outputs)
-            white = f.detach()
+            weights = weights_of_positions(white, weights)
             if y is not None:
-                check_targets(y, f.shape, self.likelihood)
+                check_targets(y, white.shape, self.likelihood, self.objective.ignore_index)
                 if self.likelihood == "classification":
                     y, counted = self.objective.targets(y, C)
                     if counted is not None:
@@ -242,7 +256,7 @@ class Engine:
             n,
             C,
             weight=n,
-            loss=None if y is None else loss_sum(white, y, self.likelihood, weights),
+            loss=None if y is None else self._loss(white, y, weights),
             forward=n,
             backward=n * n_vectors,
             outputs=None if outputs else f,
@@ -274,6 +288,12 @@ class Engine:
             else (),
         )
 
+    def _loss(self, f: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
+        """Sum over data, and over the positions that count, at outputs ``[n, *positions, C]``."""
+        if f.ndim > 2:
+            f, y = f.flatten(0, -2), y.flatten(0, f.ndim - 2)
+        return loss_sum(f, y, self.likelihood, None if weights is None else weights.reshape(-1))
+
     def mean_hessian(self, f: Tensor) -> Tensor:
         """Mean over data of the loss Hessian at outputs ``[n, C]``, in float64."""
         H = mean_loss_hessian(f, self.likelihood)
@@ -292,22 +312,30 @@ class Engine:
 
     def _backward_vectors(
         self, X: Inputs, f: Tensor, y: Tensor | None, weights: Tensor | None
-    ) -> Tensor:
-        """V, ``[k, n, C]``, drawn from the generator or keyed by the data."""
+    ) -> tuple[int, Iterable[Tensor]]:
+        """Number of vectors, and these, in the shape of f; drawn or keyed by the data."""
 
         def vectors(at: slice, generator: torch.Generator | None) -> Tensor:
             targets, shares = (t if t is None else t[at] for t in (y, weights))
+            if f.ndim > 2:
+                drawn = position_vectors(classes_last(f[at]), "mc", generator, shares, self.sampler)
+                return torch.stack([as_outputs(v) for v in drawn])
             options = (self.likelihood, self.fisher, generator, shares, self.sampler)
             white = self.objective.whitened(f[at])
             return self.objective.whitened(backward_vectors(white, targets, *options))
 
+        if f.ndim > 2 and self.fisher == "exact":  # one position after the other
+            exact = position_vectors(classes_last(f), "exact", weights=weights)
+            return n_exact_vectors(classes_last(f), weights), map(as_outputs, exact)
         if self.draw_seed is None or self.fisher != "mc":
-            return vectors(slice(None), self.generator)
+            V = vectors(slice(None), self.generator)
+            return len(V), V
         parts = []
         for i, key in enumerate(datum_keys(X, len(f), self.draw_seed)):
             own = torch.Generator(f.device).manual_seed(key)
             parts.append(vectors(slice(i, i + 1), own))
-        return torch.cat(parts, dim=1)
+        V = torch.cat(parts, dim=1)
+        return len(V), V
 
     def _outputs(
         self,
@@ -333,7 +361,9 @@ class Engine:
                 and [c.is_output(f) for c in recorder.calls[x]] == [True]
             ]
             if ends:
-                H = len(f) * mean_loss_hessian(f.detach(), self.likelihood, weights)
+                rows = classes_last(f.detach()).flatten(0, -2)  # [n * positions, C]
+                shares = None if weights is None else weights.reshape(-1)
+                H = len(rows) * mean_loss_hessian(rows, self.likelihood, shares)
                 known = dict.fromkeys(ends, H.to(torch.promote_types(f.dtype, torch.float32)))
 
         def along(M: Tensor, name: str) -> Tensor:
@@ -344,8 +374,8 @@ class Engine:
             return 0, {
                 p.name: _total([along(known[m], p.name) for m in p.layers]) for p in self.owned
             }
-        self._choose_fisher(f.shape[1])
-        V = self._backward_vectors(X, f.detach(), y, weights)  # [k, n, C]
+        self._choose_fisher(f)
+        n_vectors, V = self._backward_vectors(X, f.detach(), y, weights)
         owned = [p for p in self.owned if not p.has_one_factor]
         with_factors = {layer for p in owned for layer in p.layers}
         names = {m: self._layer_names[m] for m in layers if is_kfac_layer(m) and m in with_factors}
@@ -359,7 +389,7 @@ class Engine:
                 f,
                 edges,
                 v,
-                retain_graph=k + 1 < len(V),
+                retain_graph=k + 1 < n_vectors,
                 allow_unused=True,  # None: the output does not depend on the layer
             )
             found: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self.layers}
@@ -401,7 +431,7 @@ class Engine:
         }
         for name, whole in (scales | originals).items():
             B[name] = along(whole.result(), name)
-        return len(V), B
+        return n_vectors, B
 
     def _check_first(self, f: Tensor) -> None:
         """Raise if the very first datum's output is another one in its mini-batch."""
@@ -421,13 +451,16 @@ class Engine:
             return False
         return self.fisher == "exact" or (self.fisher == "mc" and self.sampler == "trace")
 
-    def _choose_fisher(self, C: int) -> None:
+    def _choose_fisher(self, f: Tensor) -> None:
         """Take one random vector per datum where exact ones would be too many."""
-        if self.fisher != "exact" or C <= self.exact_up_to:
+        p = classes_last(f)
+        positions = p.ndim > 2 and math.isfinite(self.exact_up_to)
+        if self.fisher != "exact" or not (positions or p.shape[-1] > self.exact_up_to):
             return
+        what = f"{p[0, ..., 0].numel()} positions" if p.ndim > 2 else f"{p.shape[-1]} outputs"
         warnings.warn(
-            f"The output Hessians of {C} outputs are sampled, one backward pass per datum instead "
-            f"of {C - 1}: fisher='mc'. Pass fisher='exact' for all of them.",
+            f"The output Hessians of {what} are sampled, one backward pass per datum instead of "
+            f"{n_exact_vectors(p)}: fisher='mc'. Pass fisher='exact' for all of them.",
             stacklevel=2,
         )
         self.fisher = "mc"

@@ -146,15 +146,21 @@ class Factors:
 
     @property
     def kept_outputs(self) -> Tensor:
-        """The network's outputs ``[n, C]``.
+        """The network's outputs ``[n, C]``, by which data are drawn.
 
         Raises:
-            ValueError: If they were not kept.
+            ValueError: If they were not kept, or have positions.
         """
         if self.outputs is None:
             raise ValueError(
                 "Expected factors with the network's outputs, got some with output factors in "
                 "their stead. Remedy: compute them with `outputs=False`."
+            )
+        if self.outputs.ndim > 2:
+            raise ValueError(
+                "Expected outputs [n, C] to draw data by their curvature, as debias='auto' and "
+                f"sampling='curvature' do, got {list(self.outputs.shape)}: positions (tokens, "
+                "pixels). Remedy: debias=True, 'single', or 'crossfit' with sampling='uniform'."
             )
         return self.outputs
 

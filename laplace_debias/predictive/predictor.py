@@ -10,7 +10,8 @@ precisions.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -54,10 +55,12 @@ class LinearizedPredictive:
     """Gaussian over the outputs of the linearised network.
 
     Attributes:
-        mean: Means ``[n, C]``; they do not depend on the prior precision.
-        covariance: ``[n, C, C]``; only the diagonal ``[n, C]`` with ``diagonal_output``; the joint
-            covariance of all data ``[n * C, n * C]`` with ``joint``. With many prior precisions
-            a leading dimension k in front.
+        mean: Means ``[n, C]``, with positions (tokens, pixels) ``[n, *positions, C]``; they do not
+            depend on the prior precision.
+        covariance: ``[n, C, C]`` or ``[n, *positions, C, C]``, of the outputs of one position; only
+            the diagonal, in the shape of the mean, with ``diagonal_output``; the joint covariance
+            of all data ``[n * C, n * C]`` with ``joint``. With many prior precisions a leading
+            dimension k in front.
         prior_precisions: The prior precisions ``[k, n_blocks]``.
         method: ``"exact"``, ``"top"`` or ``"samples"``.
     """
@@ -144,20 +147,25 @@ class StructuredPredictor:
 
         :math:`\hat\Sigma = \frac{1}{S} \sum_s (f_s - f) (f_s - f)^\top`; the mean is exact.
         """
-        f, samples = self.samples(x, n_samples, generator)
-        moments = torch.stack([_second_moment(d - f, diagonal_output) for d in samples], dim=-1)
+        with self._sampler() as sampler:
+            f, moments = sampler.moments(self._inputs(x), n_samples, generator, diagonal_output)
         return self._result(f, moments, "samples")
 
     def samples(
         self, x: Inputs, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs ``[n, C]`` and samples of them ``[k, n_samples, n, C]``."""
+        with self._sampler() as sampler:
+            return sampler(self._inputs(x), n_samples, generator)
+
+    @contextmanager
+    def _sampler(self) -> Iterator[WeightSampler]:
+        """What draws from the posteriors, while the model can be differentiated."""
         blocks = self.blocks
         if self._coefficients is not None:  # samples are of each prior precision itself
             blocks = eigen_blocks(self.la, self.deltas, self.memory_budget)
-        sampler = WeightSampler(self.la, blocks, self.memory_budget, self.keep_graph)
         with differentiable(self.la.model, self.params):
-            return sampler(self._inputs(x), n_samples, generator)
+            yield WeightSampler(self.la, blocks, self.memory_budget, self.keep_graph)
 
     def top(self, x: Inputs, diagonal_output: bool = True) -> LinearizedPredictive:
         r"""Return exact variances of the classes that carry the probability.
@@ -196,22 +204,21 @@ class StructuredPredictor:
         """The way that ``method="auto"`` takes: exact, unless that costs five times another.
 
         Counted in forward passes: a backward pass or a forward-mode product costs about two. The
-        exact way takes one backward pass and as much again for the contraction per output, and,
-        unless only diagonals are needed, C products per output; :meth:`top` does so for at most 20
-        outputs; S samples take a product each for every prior precision. The last layer's closed
-        form is always exact: it needs no pass at all.
+        exact way takes one backward pass and as much again for the contraction per output (of all
+        positions), and, unless only diagonals are needed, C products per output; :meth:`top` does
+        so for at most 20 outputs; S samples take a product each for every prior precision. The
+        last layer's closed form is always exact: it needs no pass at all.
         """
         if has_closed_form(self.la):
             return "exact"
-        C, k = self.la.n_outputs, len(self.deltas)
+        with differentiable(self.la.model, self.params):
+            C, _ = self._layers.n_outputs(self._inputs(x))
+        k = len(self.deltas)
         costs = {"samples": 2 * max(n_samples, 20) * k}
         exact = 4 * C + (0 if diagonal_output else C * k)
         if exact <= 5 * min(4 * N_TOP, *costs.values()):
             return "exact"
         if diagonal_output and likelihood_name(self.la.likelihood) == "classification":
-            x = self._inputs(x)
-            with differentiable(self.la.model, self.params):
-                self._layers.prepare(x)
             if self._layers.has_output_layer:
                 costs["top"] = 4 * N_TOP
         best = min(costs, key=lambda name: costs[name])
@@ -277,10 +284,18 @@ class StructuredPredictor:
         """
         key = row_keys(self.la)
         n, (held, per_output) = size_of(x, key), self._layers.prepare(x)
-        C = self.la.n_outputs if choose is None else min(N_TOP, self.la.n_outputs)
+        outputs, group = self._layers.n_outputs(x)
+        if mode == "joint" and outputs != group:
+            raise ValueError(
+                "Expected joint=False for outputs with positions (tokens, pixels), got True. "
+                "Remedy: leave it out for the covariances of each position."
+            )
+        C = group if mode == "covariance" else outputs
+        C = C if choose is None else min(N_TOP, C)
         size = n if mode == "joint" else max(1, self.memory_budget // (held + C * per_output))
         at_once = max(1, min(C, (self.memory_budget - held) // per_output))
-        options = (at_once if mode != "joint" and size == 1 and not apart else None, choose)
+        cut = mode == "variance" or (mode == "covariance" and not apart)
+        options = (at_once if cut and size == 1 else None, choose)
         if size >= n:
             return self._layers.contract(x, mode, posteriors, *options, apart=apart)
         size = -(-n // -(-n // size))  # chunks of one size: a small last one costs more per datum
@@ -300,7 +315,11 @@ class StructuredPredictor:
         with torch.set_grad_enabled(self.keep_graph):
             f, phi = outputs_and_features(feature_extractor(self.la.model), x)
             phi = phi.to(self.deltas.dtype)
-            return f, last_layer_moments(self.blocks, f, phi, mode, apart=apart)
+            if f.ndim == 2 or f.ndim != phi.ndim or mode == "joint":
+                return f, last_layer_moments(self.blocks, f, phi, mode, apart=apart)
+            rows = (f.flatten(0, -2), phi.flatten(0, -2))  # one for each position
+            moments = last_layer_moments(self.blocks, *rows, mode, apart=apart)
+            return f, moments.unflatten(int(apart), f.shape[:-1])
 
 
 class SharedPredictor:
@@ -358,13 +377,6 @@ class SharedPredictor:
             predictor._result(f, part.detach(), "exact")
             for predictor, part in zip(self.predictors, moments, strict=True)
         ]
-
-
-def _second_moment(d: Tensor, diagonal: bool) -> Tensor:
-    """Mean of ``d d^T`` (or its diagonal) over the first dimension of ``d [S, n, C]``."""
-    if diagonal:
-        return d.square().mean(0)
-    return torch.einsum("snc,snd->ncd", d, d) / len(d)
 
 
 def linearized_predictive(
