@@ -284,6 +284,13 @@ def test_transposed_weights_and_scales_of_normalisations():
     assert 1e-4 < distance < report.distance + 2 * report.standard_error < 0.2
 
 
+def test_scores_that_do_not_fit_are_refused(net):
+    with pytest.raises(ValueError, match=r"one score for each of the 200 data.*got 199. Remedy"):
+        auto(net, scores=torch.ones(199))
+    with pytest.raises(ValueError, match=r"no `scores` with a stream.*Remedy"):
+        auto(net, data=iter([(X, Y)]), n_data=200, scores=torch.ones(200))
+
+
 def test_its_options_belong_to_it_alone(net):
     with pytest.raises(ValueError, match="'tolerance' with debias='auto' only"):
         Laplace(net, "classification", "all", "kron", debias=True, tolerance=0.1)
