@@ -35,8 +35,7 @@ from laplace_debias.debias.options import AutoOptions
 from laplace_debias.debias.rounds import Rounds
 from laplace_debias.debias.spectrum import FitResult, eigh_float64
 from laplace_debias.kfac.engine import Engine
-from laplace_debias.network.layers import is_transposed
-from laplace_debias.network.loss import mean_loss_hessian
+from laplace_debias.kfac.gradient_rows import rows_key
 
 __all__ = ["fit_auto"]
 
@@ -67,8 +66,7 @@ def fit_auto(
         The fit with its report.
 
     Raises:
-        ValueError: If scores do not fit the data, there are more data than N, or the curvature is
-            no sum over pairs of datum and class.
+        ValueError: If scores do not fit the data, or there are more data than N.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
@@ -80,38 +78,26 @@ def fit_auto(
         >>> fit.n_data, engine.cost.forward, engine.cost.backward
         (32, 48, 16)
     """
+    _check_blocks(engine)
     group = processes()
     if group is not None and group.size > 1:
         raise ValueError(
             f"Expected one process with debias='auto', got {group.size}. Remedy: fit in one of "
             "them and share its state, or use debias=True or 'single', which sum over processes."
         )
-    _check_pairs(engine)
     with tqdm(disable=not progress_bar, unit="pass", desc="[K-FAC: pairs]") as bar:
         rounds = Rounds(engine, data, options, bar)
         return _Fit(rounds, ridges.double(), correct).fit()
 
 
-def _check_pairs(engine: Engine) -> None:
-    """Raise where pairs would not be the curvature: other losses, and blocks of one factor."""
-    whole = [p.name for p in engine.owned if p.has_one_factor]
-    what = ""
-    if engine.likelihood not in ("classification", "regression"):
-        what = f"likelihood={engine.likelihood!r}"
-    elif engine.objective.class_weights is not None:
-        what = "`class_weights`, which ask for labels that no forward pass knows"
-    elif engine.objective.output_noise is not None:
-        what = "one `sigma_noise` per output"
-    elif whole:
-        what = f"scales or shifts of normalisations, or parametrised weights ({whole})"
-    elif any(is_transposed(layer) for p in engine.owned for layer in p.layers):
-        what = "a `Conv1D` of transformers, whose weight is transposed"
-    if what:
+def _check_blocks(engine: Engine) -> None:
+    """Raise where pairs would not be the curvature: for parametrised weights."""
+    originals = [p.name for p in engine.owned if p.original is not None]
+    if originals:
         raise ValueError(
-            "Expected the softmax cross-entropy or half the squared error, and linear layers and "
-            f"convolutions, with debias='auto', got {what}. Remedy: debias=True or 'single'; "
-            "freeze those of normalisations (`requires_grad_(False)`), and "
-            "`bake_parametrizations(model)`."
+            "Expected weights of linear layers and convolutions, and scales and shifts, with "
+            f"debias='auto', got parametrised weights ({originals}). Remedy: debias=True or "
+            "'single', or `bake_parametrizations(model)`."
         )
 
 
@@ -200,15 +186,15 @@ class _Fit:
         N, n = rounds.data.n_data, rounds.pool.size
         with self.engine.cost.stage("decompositions"):
             spectra = {
-                factor.layers: factor.spectrum(rounds.drawn, groups, rounds.scale)
+                factor.key: factor.spectrum(rounds.drawn, groups, rounds.scale)
                 for factor in rounds.factors
             }
             A, output, found = moments.decomposed(), None, []
             for i, p in enumerate(self.engine.owned):
-                if p.layers in spectra:
+                if rows_key(p) in spectra:
                     drawn_A = not rounds.whole and moments.one_row[i]
                     block = corrected_block(
-                        spectra[p.layers],
+                        spectra[rows_key(p)],
                         A[i],
                         float(self.ridges[i]),
                         correct=self.correct,
@@ -216,7 +202,7 @@ class _Fit:
                     )
                 else:
                     if output is None:
-                        hessian = mean_loss_hessian(moments.outputs, self.engine.likelihood)
+                        hessian = self.engine.mean_hessian(moments.outputs, moments.weights)
                         lam, Q = eigh_float64(N * hessian, "the output's Hessian")
                         output = (Q, lam.clamp(min=0))
                     block = EigenFactors(*output, *(A[i] or ()))

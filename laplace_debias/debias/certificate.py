@@ -29,6 +29,7 @@ from torch import Tensor
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.network.calling import call_model
+from laplace_debias.network.layers import is_transposed
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import check_outputs
 
@@ -138,9 +139,12 @@ def probe_gradients(
                 f = check_outputs(call_model(engine.root, x))
                 value = (f[0] * directions[i].to(f)).sum()
                 gradients = torch.autograd.grad(value, owned, allow_unused=True)
-            for part, g, p in zip(parts, gradients, owned, strict=True):
-                g = torch.zeros_like(p) if g is None else g
-                part.append(g.detach().reshape(len(p), -1))
+            for part, g, p, own in zip(parts, gradients, owned, engine.owned, strict=True):
+                g = (torch.zeros_like(p) if g is None else g).detach()
+                if own.scales or own.role == "bias":
+                    part.append(g.reshape(-1, 1))
+                else:
+                    part.append(g.T if is_transposed(own.layers[0]) else g.flatten(1))
     return [torch.stack(part) for part in parts]
 
 

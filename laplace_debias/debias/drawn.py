@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_debias.debias.certificate import EigenFactors
 from laplace_debias.debias.inverse import inverse_inflation, null_floor, resolvent_inflation
 from laplace_debias.debias.spectrum import eigh_float64
+from laplace_debias.kfac.gradient_rows import RowsKey
 
 __all__ = ["N_GROUPS", "DrawnFactor", "DrawnRows", "corrected_block"]
 
@@ -108,13 +109,13 @@ class DrawnFactor:
     """Output factor of one layer (or several that share a parameter), from rounds of draws.
 
     Attributes:
-        layers: The layers.
+        key: What its rows are found by, see :func:`laplace_debias.kfac.gradient_rows.rows_key`.
         sums: The groups' estimates of the pool's sum, ``[N_GROUPS, d, d]``.
         known: Plain sum over all draws so far, ``[d, d]``.
         rows: Kept rows ``[m, r, d]`` of some draws, with the draws' numbers.
     """
 
-    layers: tuple[nn.Module, ...]
+    key: RowsKey
     sums: Tensor | None = None
     known: Tensor | None = None
     rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)

@@ -4,9 +4,10 @@ The loss Hessian of a datum is a sum over classes, with one backward vector each
 
     diag(p) - p p^T = sum_y v_y v_y^T     v_y = sqrt(p_y) (e_y - p)     |v_y|^2 = p_y |e_y - p|^2
 
-(half squared error: ``I = sum_y e_y e_y^T``). The curvature of a pool of n data is a sum over n C
-such pairs. Its trace at the network's output is the sum of the scores ``|v_y|^2``, which a forward
-pass tells. m pairs are drawn with the inclusion probabilities
+(half squared error: ``I = sum_y e_y e_y^T``, yes-or-no outputs: ``sum_y p_y (1 - p_y) e_y e_y^T``).
+The curvature of a pool of n data is a sum over n C such pairs. Its trace at the network's output is
+the sum of the scores ``|v_y|^2``, which a forward pass tells. m pairs are drawn with the inclusion
+probabilities
 
 .. math:: \pi_i = \min(1, a s_i), \qquad \textstyle\sum_i \pi_i = m,
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.debias.sampling import checked_scores
+from laplace_debias.network.bernoulli import label_variances
 
 __all__ = [
     "PairDraw",
@@ -63,7 +65,8 @@ def pair_scores(outputs: Tensor, likelihood: str = "classification") -> Tensor:
 
     Args:
         outputs: Network outputs ``[n, C]``.
-        likelihood: ``"classification"`` gives ``p_y |e_y - p|^2``, ``"regression"`` ones.
+        likelihood: ``"classification"`` gives ``p_y |e_y - p|^2``, ``"regression"`` ones,
+            ``"bernoulli"`` ``p_y (1 - p_y)``.
 
     Returns:
         Scores ``[n, C]`` in float64; a classifier's rows sum to ``1 - sum_c p_c^2``.
@@ -74,6 +77,8 @@ def pair_scores(outputs: Tensor, likelihood: str = "classification") -> Tensor:
     """
     if likelihood == "regression":
         return torch.ones(outputs.shape, dtype=torch.float64, device=outputs.device)
+    if likelihood == "bernoulli":
+        return label_variances(outputs.double())
     log_p = outputs.double().log_softmax(-1)
     p, squares = log_p.exp(), (2 * log_p).exp()
     others = (squares.sum(-1, keepdim=True) - squares).clamp(min=0)  # sum over c != y of p_c^2
@@ -81,12 +86,12 @@ def pair_scores(outputs: Tensor, likelihood: str = "classification") -> Tensor:
 
 
 def pair_vectors(outputs: Tensor, classes: Tensor, likelihood: str = "classification") -> Tensor:
-    """Backward vectors of pairs, ``sqrt(p_y) (e_y - p)`` or ``e_y``.
+    """Backward vectors of pairs, ``sqrt(p_y) (e_y - p)``, ``e_y`` or ``sqrt(p_y (1 - p_y)) e_y``.
 
     Args:
         outputs: Network outputs ``[m, C]``, one row per pair.
         classes: Class of each pair, ``[m]``.
-        likelihood: ``"classification"`` or ``"regression"``.
+        likelihood: ``"classification"``, ``"regression"`` or ``"bernoulli"``.
 
     Returns:
         Vectors ``[m, C]`` in the type of the outputs, at least single precision.
@@ -99,6 +104,8 @@ def pair_vectors(outputs: Tensor, classes: Tensor, likelihood: str = "classifica
     unit = torch.nn.functional.one_hot(classes, f.shape[-1]).to(f)
     if likelihood == "regression":
         return unit
+    if likelihood == "bernoulli":
+        return unit * label_variances(f).sqrt()
     log_p = f.log_softmax(-1)
     root = (0.5 * log_p.gather(-1, classes[:, None])).exp()
     return root * (unit - log_p.exp())
@@ -174,13 +181,13 @@ def pair_order(outputs: Tensor, features: Tensor, likelihood: str = "classificat
     """Order of a pool's pairs that puts similar ones side by side.
 
     A classifier's pairs are grouped by the two classes that their vector tells apart, the pair's
-    and the predicted one; within a group, and for a regression within each output, data follow
+    and the predicted one; within a group, and for other likelihoods within each output, data follow
     :func:`spread_order` of their features.
 
     Args:
         outputs: Network outputs ``[n, C]``.
         features: Features ``[n, d]`` of the data.
-        likelihood: ``"classification"`` or ``"regression"``.
+        likelihood: ``"classification"``, ``"regression"`` or ``"bernoulli"``.
 
     Returns:
         Permutation ``[n * C]`` of the pairs ``datum * C + class``.

@@ -20,8 +20,8 @@ MOST_PROBES = 16
 MOST_PROBE_NUMBERS = 2**24
 MOST_MULTIPLICATIONS = 1e12
 """Most multiplications for the input factors of layers with several rows (positions) per datum."""
-LEAST_DATA = 512
-"""Data that such layers see at least."""
+LEAST_DATA = 2048
+"""Data that such layers see at least: on All-CNN-C their input factors cost less than the pass."""
 
 
 class PoolMoments:
@@ -42,6 +42,7 @@ class PoolMoments:
         self._parts: list[Factors] = []  # of every other mini-batch, for their difference
         self._outputs: list[Tensor] = []
         self._features: list[Tensor | None] = []
+        self._weights: list[Tensor] = []
         self._first: Inputs | None = None
         self._sums: tuple[Tensor, Tensor] | None = None  # of tensor inputs and of their squares
         self._A: tuple[int, list[tuple[Tensor, Tensor] | None]] | None = None
@@ -59,6 +60,9 @@ class PoolMoments:
         new = self.engine.factors(X, y, inputs=self._wanted(), outputs=False, rows_from=1)
         self.loss = self.loss.to(new.summed_loss) + new.summed_loss
         self._outputs.append(new.kept_outputs)
+        weights = self.engine.datum_weights(y, new.n_outputs)
+        if weights is not None:
+            self._weights.append(weights)
         kept = [rows for rows, last in zip(new.rows, new.at_output, strict=True) if last]
         self._features.append(next((rows for rows in kept if rows is not None), None))
         new = replace(new, outputs=None, rows=(None,) * len(new.names))
@@ -116,9 +120,17 @@ class PoolMoments:
         return self._outputs[0]
 
     @property
+    def weights(self) -> Tensor | None:
+        """How much each datum counts in the loss, ``[n]``; ``None`` if all count one."""
+        return torch.cat(self._weights) if self._weights else None
+
+    @property
     def scores(self) -> Tensor:
         """Scores of all pairs, ``[n, C]``."""
-        return pair_scores(self.outputs, self.engine.likelihood)
+        scores, weights = pair_scores(self.outputs, self.engine.likelihood), self.weights
+        whitened = self.engine.objective.whitened
+        scores = whitened(whitened(scores))  # a squared length, of a vector that is whitened once
+        return scores if weights is None else scores * weights.to(scores)[:, None]
 
     @property
     def features(self) -> Tensor:

@@ -20,7 +20,7 @@ from laplace_debias.debias.pairs import (
 )
 from laplace_debias.debias.pool_moments import PoolMoments
 from laplace_debias.kfac.engine import Engine
-from laplace_debias.kfac.gradient_rows import gradient_rows
+from laplace_debias.kfac.gradient_rows import gradient_rows, rows_key
 from laplace_debias.network.loss import sampled_hessian_root
 
 __all__ = ["Rounds"]
@@ -112,8 +112,8 @@ class Rounds:
         if not self.factors:
             at_output = self.moments.inputs.at_output
             pairs = zip(self.engine.owned, at_output, strict=True)
-            inner = {p.layers: None for p, last in pairs if not last}  # an ordered set
-            self.factors = [DrawnFactor(layers) for layers in inner]
+            inner = {rows_key(p): None for p, last in pairs if not last}  # an ordered set
+            self.factors = [DrawnFactor(key) for key in inner]
 
     def draw(self, m: int) -> None:
         """A round: draw m pairs that were not drawn before, and propagate them back.
@@ -147,10 +147,11 @@ class Rounds:
         distinct = self.stale is None
         self.drawn.add(draw.probabilities, groups, share, growth, distinct=distinct)
         for at, (X, y) in self.pool.fetch(draw.data):
-            rows = gradient_rows(self.engine, X, partial(self._vectors, classes=draw.classes[at]))
+            vectors = partial(self._vectors, y=y, classes=draw.classes[at])
+            rows = gradient_rows(self.engine, X, vectors)
             for factor in self.factors:
                 factor.add(
-                    rows[factor.layers],
+                    rows[factor.key],
                     1 / draw.probabilities[at],
                     groups[at],
                     first + at,
@@ -161,11 +162,15 @@ class Rounds:
         for factor in self.factors:
             factor.close(share, growth, distinct=distinct)
 
-    def _vectors(self, f: Tensor, classes: Tensor) -> Tensor:
+    def _vectors(self, f: Tensor, y: Tensor, classes: Tensor) -> Tensor:
         """Backward vectors of the pairs; with scores from training, classes are drawn now."""
+        engine = self.engine
         if self.stale is None:
-            return pair_vectors(f, classes.to(f.device), self.engine.likelihood)
-        return sampled_hessian_root(f, self.engine.likelihood, self.options.generator)[:, :, 0]
+            V = pair_vectors(f, classes.to(f.device), engine.likelihood)
+        else:
+            V = sampled_hessian_root(f, engine.likelihood, self.options.generator)[:, :, 0]
+        V, weights = engine.objective.whitened(V), engine.datum_weights(y, f.shape[1])
+        return V if weights is None else V * weights.to(V).sqrt()[:, None]
 
     def _left(self) -> Tensor:
         """Scores of the pairs that were not drawn yet, 0 for others."""

@@ -294,9 +294,23 @@ class Engine:
             f, y = f.flatten(0, -2), y.flatten(0, f.ndim - 2)
         return loss_sum(f, y, self.likelihood, None if weights is None else weights.reshape(-1))
 
-    def mean_hessian(self, f: Tensor) -> Tensor:
+    def datum_weights(self, y: Tensor, C: int) -> Tensor | None:
+        """How much each datum counts in the loss by its target, ``[n]``; ``None`` if all count one.
+
+        Args:
+            y: Targets.
+            C: Number of outputs.
+
+        Returns:
+            Class weights of a classification's data.
+        """
+        if self.likelihood != "classification":
+            return None
+        return self.objective.targets(y, C)[1]
+
+    def mean_hessian(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
         """Mean over data of the loss Hessian at outputs ``[n, C]``, in float64."""
-        H = mean_loss_hessian(f, self.likelihood)
+        H = mean_loss_hessian(f, self.likelihood, weights)
         return self.objective.whitened(self.objective.whitened(H).T)
 
     def _input_factor(self, p: OwnedParameter, gram: InputGram | None, n: int) -> Tensor | None:

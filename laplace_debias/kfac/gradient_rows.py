@@ -14,18 +14,40 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.grams import check_datum
+from laplace_debias.kfac.norms import norm_rows
 from laplace_debias.kfac.row_counts import output_rows
 from laplace_debias.network.calling import call_model
-from laplace_debias.network.layers import is_kfac_layer
+from laplace_debias.network.layers import is_kfac_layer, is_norm, n_out, normalised
+from laplace_debias.network.ownership import OwnedParameter
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder, check_outputs
 
-__all__ = ["gradient_rows"]
+__all__ = ["RowsKey", "gradient_rows", "rows_key"]
+
+RowsKey = tuple[object, ...]
+"""What the rows of a parameter are found by."""
+
+
+def rows_key(parameter: OwnedParameter) -> RowsKey:
+    """Its layers, as a weight and a bias share their rows; scales and shifts have their own.
+
+    Args:
+        parameter: The parameter.
+
+    Returns:
+        The layers, for a scale or shift with its role.
+
+    Example:
+        >>> norm = nn.LayerNorm(2)
+        >>> rows_key(OwnedParameter("1.bias", "bias", (norm,))) == (norm, "bias")
+        True
+    """
+    return (*parameter.layers, parameter.role) if parameter.scales else parameter.layers
 
 
 def gradient_rows(
     engine: Engine, X: Inputs, vectors: Callable[[Tensor], Tensor]
-) -> dict[tuple[nn.Module, ...], Tensor]:
+) -> dict[RowsKey, Tensor]:
     r"""Rows :math:`g = (\partial f_n / \partial s_{nt})^\top v_n` of every layer.
 
     B of a layer is the sum over data and rows of :math:`g g^\top`. The engine counts the passes.
@@ -36,7 +58,8 @@ def gradient_rows(
         vectors: Turns the outputs ``[n, C]`` into one backward vector per datum, ``[n, C]``.
 
     Returns:
-        Rows ``[n, r, d_out]`` for each set of layers that share a parameter (usually one layer).
+        Rows ``[n, r, d_out]`` for each set of layers that share a parameter (usually one layer),
+        and ``[n, 1, d]`` for each scale and shift of normalisations, by :func:`rows_key`.
 
     Raises:
         ValueError: If a layer does not see its data along the first dimension, or is never called.
@@ -48,7 +71,13 @@ def gradient_rows(
         ([(5, 1, 2)], 5)
     """
     layers = engine.layers
-    recorder = Recorder(layers)
+    x_hats: dict[nn.Module, list[Tensor]] = {}
+
+    def on_input(layer: nn.Module, geometry: nn.Module, a: Tensor) -> None:
+        if is_norm(layer):
+            x_hats.setdefault(layer, []).append(normalised(layer, a).detach())
+
+    recorder = Recorder(layers, on_input=on_input)
     with engine.cost.stage("passes"), evaluation_mode(engine.root):
         x = X if engine.embed is None else engine.embed(X)
         with torch.enable_grad(), recorder.recording():
@@ -59,24 +88,31 @@ def gradient_rows(
         edges = [call.edge for call in calls if call.edge is not None]
         gradients = torch.autograd.grad(f, edges, vectors(f.detach()).to(f), allow_unused=True)
         parts: dict[nn.Module, list[Tensor]] = {layer: [] for layer in layers}
+        of_call: dict[nn.Module, list[Tensor | None]] = {layer: [] for layer in layers}
         for call, g in zip(calls, gradients, strict=True):
+            of_call[call.module].append(g)
             if g is not None and is_kfac_layer(call.module):
                 check_datum(len(g), n, type(call.module).__name__)
                 parts[call.module].append(output_rows(call.module, g, engine.kfac_approx))
     engine.cost.forward += n
     engine.cost.backward += n
-    found: dict[tuple[nn.Module, ...], Tensor] = {}
+    found: dict[RowsKey, Tensor] = {}
     for p in engine.owned:
-        if p.layers not in found:
+        if p.scales:
+            total = norm_rows(p, of_call, x_hats, n)
+            rows = [] if total is None else [total.unsqueeze(1)]
+        else:
             rows = [part for layer in p.layers for part in parts[layer]]
-            found[p.layers] = _joined(rows, p.layers[0], n, engine.kfac_approx == "expand")
+        if rows_key(p) not in found:
+            found[rows_key(p)] = _joined(rows, p, n, engine.kfac_approx == "expand")
     return found
 
 
-def _joined(rows: list[Tensor], layer: nn.Module, n: int, expand: bool) -> Tensor:
+def _joined(rows: list[Tensor], p: OwnedParameter, n: int, expand: bool) -> Tensor:
     """The rows of all calls of a layer: further positions, or summands of one row."""
     if not rows:  # no output depends on the layer
-        weight = layer.get_parameter("weight")
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        return weight.new_zeros(n, 1, len(weight), dtype=dtype)
+        layer = p.layers[0]
+        own = layer.get_parameter(p.role)
+        d = n_out(layer) if is_kfac_layer(layer) else own.numel()
+        return own.new_zeros(n, 1, d, dtype=torch.promote_types(own.dtype, torch.float32))
     return torch.cat(rows, dim=1) if expand else sum(rows[1:], rows[0])

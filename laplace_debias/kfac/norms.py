@@ -21,7 +21,47 @@ from laplace_debias.kfac.grams import add_gram_, check_datum, mirror_
 from laplace_debias.network.layers import norm_gradients
 from laplace_debias.network.ownership import OwnedParameter
 
-__all__ = ["NormGram"]
+__all__ = ["NormGram", "norm_rows"]
+
+
+def norm_rows(
+    parameter: OwnedParameter,
+    gradients: Mapping[nn.Module, Sequence[Tensor | None]],
+    x_hats: Mapping[nn.Module, Sequence[Tensor]],
+    n: int,
+) -> Tensor | None:
+    """Gradients of a scale or shift by whole data, for one backward vector each.
+
+    Args:
+        parameter: The parameter, of one or several normalisations.
+        gradients: One gradient for each call of each layer, ``None`` where there is none.
+        x_hats: For a scale, what was scaled in each of these calls.
+        n: Number of data.
+
+    Returns:
+        Rows ``[n, d]`` in at least single precision, ``None`` if there is no gradient.
+
+    Raises:
+        ValueError: If the first dimension of a call does not run over the data.
+
+    Example:
+        >>> layer = nn.LayerNorm(2)
+        >>> shift = OwnedParameter("bias", "bias", (layer,))
+        >>> norm_rows(shift, {layer: [torch.ones(1, 5, 2)]}, {}, n=1)
+        tensor([[5., 5.]])
+    """
+    name, role, layers, _ = parameter
+    total: Tensor | None = None
+    for layer in layers:
+        for i, g in enumerate(gradients[layer]):
+            if g is None:
+                continue
+            check_datum(len(g), n, name)
+            g = g.to(torch.promote_types(g.dtype, torch.float32))
+            x_hat = x_hats[layer][i].to(g) if role == "weight" else None
+            rows = norm_gradients(layer, role, g, x_hat)
+            total = rows if total is None else total + rows
+    return total
 
 
 class NormGram:
@@ -63,16 +103,7 @@ class NormGram:
         Raises:
             ValueError: If the first dimension of a call does not run over the data.
         """
-        name, role, layers, _ = self.parameter
-        total: Tensor | None = None
-        for layer in layers:
-            for i, g in enumerate(gradients[layer]):
-                if g is None:
-                    continue
-                check_datum(len(g), n, name)
-                x_hat = x_hats[layer][i].to(self._sum.dtype) if role == "weight" else None
-                rows = norm_gradients(layer, role, g.to(self._sum.dtype), x_hat)
-                total = rows if total is None else total + rows
+        total = norm_rows(self.parameter, gradients, x_hats, n)
         if total is not None:
             add_gram_(self._sum, total)
         return total

@@ -231,24 +231,64 @@ def test_bad_options_are_refused(net, options, words):
         Laplace(net, "classification", "all", "kron", debias="auto", **options)
 
 
-@pytest.mark.parametrize(
-    ("likelihood", "options", "words"),
-    [
-        ("classification", {"class_weights": [1.0, 2.0, 3.0]}, "class_weights"),
-        ("regression", {"sigma_noise": torch.tensor([1.0, 2.0, 3.0])}, "one `sigma_noise`"),
-        ("bernoulli", {}, "bernoulli"),
-    ],
-)
-def test_losses_that_are_no_sum_over_pairs_are_refused_by_name(net, likelihood, options, words):
-    y = Y if likelihood == "classification" else torch.nn.functional.one_hot(Y, 3).double()
-    with pytest.raises(ValueError, match=f"debias='auto'.*{words}"):
-        auto(net, likelihood, data=loader(y), **options)
+LOSSES = {
+    "class weights": ("classification", {"class_weights": [1.0, 5.0, 0.2]}),
+    "label smoothing": ("classification", {"label_smoothing": 0.2}),
+    "both": ("classification", {"class_weights": [1.0, 5.0, 0.2], "label_smoothing": 0.2}),
+    "a noise per output": ("regression", {"sigma_noise": torch.tensor([0.3, 1.0, 4.0])}),
+    "yes or no": ("bernoulli", {}),
+}
 
 
-def test_scales_of_normalisations_are_refused_by_name():
-    net = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
-    with pytest.raises(ValueError, match="normalisations .*1.weight"):
-        auto(net)
+@pytest.mark.parametrize(("likelihood", "options"), LOSSES.values(), ids=LOSSES)
+def test_other_losses_end_at_their_full_batch(net, likelihood, options):
+    y = Y if likelihood == "classification" else nn.functional.one_hot(Y, 3).double()
+    reference = full(net, likelihood, y=y, **options)
+    plain = full(net, likelihood, y=y)
+    la = auto(net, likelihood, data=loader(y), tolerance=None, n_passes=10_000, **options)
+    assert posterior_distance(la, reference, X[:20]) < 1e-7
+    assert float(la.loss) == pytest.approx(float(reference.loss))
+    if "class_weights" in options or "sigma_noise" in options:
+        assert posterior_distance(la, plain, X[:20]) > 0.05
+    la = auto(net, likelihood, data=loader(y), tolerance=None, n_passes=150, **options)
+    assert posterior_distance(la, reference, X[:20]) < 0.05
+    stale = {"scores": torch.ones(200), "n_pool": 200}
+    la = auto(net, likelihood, data=loader(y), tolerance=None, n_passes=2000, **stale, **options)
+    assert posterior_distance(la, reference, X[:20]) < 0.1
+
+
+class Transposed(nn.Module):
+    """A classifier with a layer whose weight is ``[d_in, d_out]``, as in GPT-2, and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers.pytorch_utils import Conv1D
+
+        self.conv, self.norm, self.out = Conv1D(6, 4), nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        """Three positions, each a part of the input."""
+        x = torch.stack([x, x.flip(1), x.square()], dim=1)
+        return self.out(torch.tanh(self.norm(self.conv(x))).sum(1))
+
+
+def test_transposed_weights_and_scales_of_normalisations():
+    torch.manual_seed(0)
+    net = Transposed().double()
+    reference = full(net)
+    la = auto(net, tolerance=None, n_passes=10_000)
+    assert posterior_distance(la, reference, X[:20]) < 1e-7
+    assert la.fit_report.distance == 0.0
+    la = auto(net, tolerance=None, n_passes=200)
+    distance, report = posterior_distance(la, reference, X[:50]), la.fit_report
+    assert 1e-4 < distance < report.distance + 2 * report.standard_error < 0.2
+
+
+def test_scores_that_do_not_fit_are_refused(net):
+    with pytest.raises(ValueError, match=r"one score for each of the 200 data.*got 199. Remedy"):
+        auto(net, scores=torch.ones(199))
+    with pytest.raises(ValueError, match=r"no `scores` with a stream.*Remedy"):
+        auto(net, data=iter([(X, Y)]), n_data=200, scores=torch.ones(200))
 
 
 def test_its_options_belong_to_it_alone(net):

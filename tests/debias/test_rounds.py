@@ -34,7 +34,7 @@ def mean_of(make, n_draws):
 
 
 def estimate(rounds):
-    (factor,) = [f for f in rounds.factors if f.layers[0] is NET[0]]
+    (factor,) = [f for f in rounds.factors if f.key[0] is NET[0]]
     return factor.sums.mean(0) * rounds.scale
 
 
