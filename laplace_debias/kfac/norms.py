@@ -41,7 +41,7 @@ class NormGram:
 
     def __init__(self, parameter: OwnedParameter, like: Tensor) -> None:
         self.parameter = parameter
-        d = parameter.layers[0].get_parameter(parameter.role).numel()
+        d = parameter.tensor.numel()
         self._sum = like.new_zeros(d, d, dtype=torch.promote_types(like.dtype, torch.float32))
 
     def add(
@@ -63,7 +63,7 @@ class NormGram:
         Raises:
             ValueError: If the first dimension of a call does not run over the data.
         """
-        name, role, layers = self.parameter
+        name, role, layers, _ = self.parameter
         total: Tensor | None = None
         for layer in layers:
             for i, g in enumerate(gradients[layer]):

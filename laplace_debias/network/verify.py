@@ -86,7 +86,7 @@ def check_parameters(
         few, rows = n, check_rows(model, x, owned)
     found = []
     for p in owned:
-        kind, size = type(p.layers[0]).__name__, p.layers[0].get_parameter(p.role).numel()
+        kind, size = type(p.layers[0]).__name__, p.tensor.numel()
         found.append(LayerCheck(p.name, kind, size, *_status(p, rows, few)))
     return found, rows
 
@@ -107,7 +107,7 @@ def _status(p: OwnedParameter, rows: RowCheck, n: int) -> tuple[Status, str]:
     if p.name in rows.mixed:
         why = "its layer does not see the data along its first dimension. Remedy: "
         return "not supported", f"{why}`batch_first=True`, or freeze it, {freeze}"
-    if p.scales:
+    if p.has_one_factor:
         return "exact", ""
     calls = [call for layer in p.layers for call in rows.calls[layer]]
     positions = sum(call.shape.numel() // call.d_out for call in calls) / n

@@ -28,8 +28,9 @@ from laplace_debias.network.positions import classes_last
 from laplace_debias.network.preserve import Change, held
 from laplace_debias.network.recorder import Recorder
 from laplace_debias.network.substitution import substituted
-from laplace_debias.network.upstream import feature_extractor, is_last_layer, row_keys
+from laplace_debias.network.upstream import feature_extractor, row_keys
 from laplace_debias.predictive.eigenblocks import EigenBlock
+from laplace_debias.predictive.last_layer import has_closed_form
 from laplace_debias.predictive.links import check_n_samples
 
 _forward_mode_lock = threading.Lock()
@@ -154,7 +155,7 @@ class WeightSampler:
         """The outputs, and what draws differences to them, prior precision by prior precision."""
         check_n_samples(n_samples)
         with torch.set_grad_enabled(self.keep_graph):
-            if is_last_layer(self.la):
+            if has_closed_form(self.la):
                 f, phi = outputs_and_features(feature_extractor(self.la.model), x)
                 yield f, partial(self._last_layer, f, phi, n_samples)
                 return
