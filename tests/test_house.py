@@ -13,10 +13,6 @@ MODULES = sorted(
 )
 MOST_LINES = 300
 LONGER = {
-    # The three approximations side by side, with their formulas.
-    "kfac/grams.py": 320,
-    # Basis, own and held-out eigenvalues, and how they are put together.
-    "debias/spectrum.py": 310,
     # THE engine: half of it is documentation of its attributes and arguments.
     "kfac/engine.py": 530,
     # Every flavour of curvature side by side.
@@ -47,6 +43,8 @@ TESTED_TOGETHER = {
     "data/processes.py": "posterior/test_several.py",
     "debias/shared_folds.py": "posterior/test_several.py",
     "kfac/sums.py": "posterior/test_several.py",
+    # Thin bases and laplace-torch's products with them are one behaviour.
+    "kfac/thin_kron.py": "kfac/test_thin.py",
     "network/model_check.py": "network/test_check.py",
     "network/products.py": "network/test_check.py",
     "network/verify.py": "network/test_check.py",

@@ -7,6 +7,7 @@ from laplace_debias.debias.crossfit import fit_crossfit
 from laplace_debias.debias.curvature_recorder import CurvatureRecorder
 from laplace_debias.debias.eigen import eigh_float64, null_tolerance
 from laplace_debias.debias.expected_bias import (
+    MIN_EFFECTIVE_ROWS,
     ExpectedBias,
     FactorBias,
     expected_bias,
@@ -33,6 +34,7 @@ from laplace_debias.debias.spectrum import (
 from laplace_debias.debias.two_batch import fit_factors, fit_single, fit_two_batch
 
 __all__ = [
+    "MIN_EFFECTIVE_ROWS",
     "AutoOptions",
     "CrossfitOptions",
     "CurvatureBias",

@@ -50,9 +50,10 @@ from laplace_debias.data.inputs import Batch, Keys, take
 from laplace_debias.kfac.counts import RowCount
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
-from laplace_debias.storage.export import ExportedResult
+from laplace_debias.storage.results import SavedResult
 
 __all__ = [
+    "MIN_EFFECTIVE_ROWS",
     "ExpectedBias",
     "FactorBias",
     "effective_dimension",
@@ -61,12 +62,15 @@ __all__ = [
     "expected_overestimation",
 ]
 
+# Fewer effective rows than this, and the rule was up to 2.3 times too high (docs/methods.md).
+MIN_EFFECTIVE_ROWS = 5.0
+
 # Data whose rows are held at once: counting takes a Gram matrix for each of them.
 _AT_ONCE = 16
 
 
 @dataclass(frozen=True)
-class FactorBias:
+class FactorBias(SavedResult):
     """What stands behind one Kronecker factor, and the over-estimation to expect.
 
     Attributes:
@@ -77,6 +81,7 @@ class FactorBias:
         effective_rows: Effective number m of rows.
         effective_dimension: Effective dimension D.
         overestimation: How many times too large the share of the top directions is expected to be.
+            To be trusted only where ``trusted`` is true.
     """
 
     name: str
@@ -87,9 +92,19 @@ class FactorBias:
     effective_dimension: float
     overestimation: float
 
+    def rows(self) -> tuple[list[str], list[list[Any]]]:
+        """Return names of columns, and the one row."""
+        names = [*(field.name for field in fields(self)), "trusted"]
+        return names, [[getattr(self, name) for name in names]]
+
+    @property
+    def trusted(self) -> bool:
+        """Whether there are rows enough (``MIN_EFFECTIVE_ROWS``) to foretell anything."""
+        return self.effective_rows >= MIN_EFFECTIVE_ROWS
+
 
 @dataclass(frozen=True)
-class ExpectedBias(ExportedResult):
+class ExpectedBias(SavedResult):
     """The over-estimation of top curvature to expect from one mini-batch, factor by factor.
 
     Attributes:
@@ -102,8 +117,8 @@ class ExpectedBias(ExportedResult):
 
     def rows(self) -> tuple[list[str], list[list[Any]]]:
         """Return names of columns, and one row per factor."""
-        names = [field.name for field in fields(FactorBias)]
-        return names, [[getattr(factor, name) for name in names] for factor in self.factors]
+        names = [*(field.name for field in fields(FactorBias)), "trusted"]
+        return names, [factor.rows()[1][0] for factor in self.factors]
 
     def __str__(self) -> str:
         """A table with one line per factor."""
@@ -115,9 +130,10 @@ class ExpectedBias(ExportedResult):
             f"{'effective: rows':>15} {'dimension':>9} {'over-estimation':>15}",
         ]
         for f in self.factors:
+            factor = f"{f.overestimation:.3g}" if f.trusted else "too few rows"
             lines.append(
                 f"{f.name:<{width}} {f.factor:>6} {f.n_rows:>9} {f.dimension:>9} "
-                f"{f.effective_rows:>15.4g} {f.effective_dimension:>9.4g} {f.overestimation:>15.3g}"
+                f"{f.effective_rows:>15.4g} {f.effective_dimension:>9.4g} {factor:>15}"
             )
         return "\n".join(lines)
 

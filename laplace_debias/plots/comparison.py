@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from numpy.typing import NDArray
 
 from laplace_debias.comparison.result import ComparisonResult
@@ -218,7 +219,7 @@ def plot_bias(bias: CurvatureBias | ExpectedBias, ax: Axes | None = None) -> Axe
 
     Returns:
         The axes. Of an expected bias a weight has two bars, plain for its output factor and hatched
-        for its input factor.
+        for its input factor; a factor of too few rows to foretell anything has none.
 
     Example:
         >>> from laplace_debias.debias.expected_bias import FactorBias
@@ -230,7 +231,9 @@ def plot_bias(bias: CurvatureBias | ExpectedBias, ax: Axes | None = None) -> Axe
     if isinstance(bias, CurvatureBias):
         bars = [(layer.name, layer.top_ratio, False) for layer in bias.layers]
     else:
-        bars = [(f"{f.name} {f.factor}", f.overestimation, f.factor == "A") for f in bias.factors]
+        for f in bias.factors:
+            name = f"{f.name} {f.factor}{'' if f.trusted else ' (too few rows)'}"
+            bars.append((name, f.overestimation if f.trusted else 1.0, f.factor == "A"))
     height = max(1.6, 0.2 * len(bars) + 0.8)
     ax = plt.subplots(figsize=(COLUMN, height), layout="constrained")[1] if ax is None else ax
     for place, (_, value, hatched) in enumerate(bars):
@@ -243,5 +246,8 @@ def plot_bias(bias: CurvatureBias | ExpectedBias, ax: Axes | None = None) -> Axe
     ax.invert_yaxis()
     if max((value for _, value, _ in bars), default=1) > 5:
         ax.set_xscale("log")
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xlabel("top curvature, mini-batch / other data")
     return ax

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from laplace_debias.data.chunks import Chunk, gather, partition
+from laplace_debias.debias.expected_bias import ExpectedBias
 from laplace_debias.quadratics.directions import top_eigenvectors
+from laplace_debias.quadratics.expected import expected_by_size
 from laplace_debias.quadratics.quadratic import Quadratic
 from laplace_debias.storage.cells import CellStore
 from laplace_debias.storage.export import tidy
@@ -39,6 +41,7 @@ class CurvatureBiasReport(SavedResult):
         same: Curvatures on the mini-batch that chose the directions, shape ``[S, draws, k]``.
         other: Curvatures on another mini-batch, shape ``[S, draws, k]``.
         full: Curvatures on all data, shape ``[S, draws, k]``.
+        expected: What one mini-batch of each size foretells, layer by layer; empty if not asked.
     """
 
     curvature: str
@@ -49,6 +52,7 @@ class CurvatureBiasReport(SavedResult):
     same: Tensor
     other: Tensor
     full: Tensor
+    expected: tuple[ExpectedBias, ...] = ()
 
     def rows(self) -> tuple[list[str], list[list[Any]]]:
         """Return names of columns, and one row per batch size, draw and direction."""
@@ -119,7 +123,7 @@ class CurvatureBiasReport(SavedResult):
         return self.table()
 
     def table(self) -> str:
-        """Return a table with one row per batch size, and what to conclude from it."""
+        """Return a table with one row per batch size, what to conclude, and what was expected."""
         k = self.same.shape[-1]
         head = ("batch", "top-1", f"top-{k}", "error", "top-1", f"top-{k}", "error")
         lines = [
@@ -140,7 +144,7 @@ class CurvatureBiasReport(SavedResult):
         for size, *row in zip(self.batch_sizes, *columns, strict=True):
             cells = [f"{row[i]:.2f}x" if i % 3 < 2 else f"{row[i]:.0%}" for i in range(6)]
             lines.append("{:>7} | {:>8} {:>8} {:>8} | {:>8} {:>8} {:>8}".format(size, *cells))
-        return "\n".join([*lines, self.conclusion()])
+        return "\n".join([*lines, self.conclusion(), *map(str, self.expected)])
 
     def conclusion(self) -> str:
         """Return one sentence: which batch size is enough, and what debiasing buys."""
@@ -173,6 +177,7 @@ def curvature_bias_report(
     draws: int = 5,
     tolerance: float = 0.2,
     seed: int = 0,
+    per_layer: bool = False,
     folder: str | Path | None = None,
     data_id: str | None = None,
     progress_bar: bool = False,
@@ -190,6 +195,9 @@ def curvature_bias_report(
         draws: Number of draws of two disjoint mini-batches; draws may overlap each other.
         tolerance: Relative over-estimation of the largest curvature that counts as none.
         seed: Seed of the draws.
+        per_layer: Add what one mini-batch of each size foretells before any second one: for each
+            Kronecker factor its rows, dimension, effective rows and expected over-estimation
+            (:func:`~laplace_debias.quadratics.expected.expected_by_size`).
         folder: Keeps finished draws, and the same call resumes from there.
         data_id: Stands for the data in the folder, which are then not compared. Change it when
             they change.
@@ -202,7 +210,8 @@ def curvature_bias_report(
 
     Raises:
         ValueError: If two mini-batches of the largest size do not fit into the data, or ``draws``
-            or ``tolerance`` is not positive.
+            or ``tolerance`` is not positive; with ``per_layer`` also for losses and layers that
+            K-FAC does not know.
 
     Example:
         >>> X = torch.randn(32, 2, generator=torch.Generator().manual_seed(0))
@@ -255,5 +264,6 @@ def curvature_bias_report(
         n_params=everything.shape[0],
         batch_sizes=tuple(batch_sizes),
         tolerance=tolerance,
+        expected=expected_by_size(model, loss, (X, y), batch_sizes, seed) if per_layer else (),
         **{name: torch.stack(values).reshape(shape) for name, values in curvatures.items()},
     )

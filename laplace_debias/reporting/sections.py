@@ -103,13 +103,18 @@ def _model(found: Report, model: nn.Module, kind: str, N: int) -> str:
 def _bias(found: Report) -> str:
     """How biased a mini-batch is."""
     expected, measured = found.expected_bias, found.measured_bias
-    worst = max(expected.factors, key=lambda f: f.overestimation)
+    trusted = [factor for factor in expected.factors if factor.trusted]
+    foretold = "These data alone are too few to foretell by how much."
+    if trusted:
+        worst = max(trusted, key=lambda factor: factor.overestimation)
+        foretold = (
+            "From these data alone the strongest over-estimation to expect is "
+            f"{worst.overestimation:.2f} times ({worst.name}, factor {worst.factor})."
+        )
     text = (
         f"A mini-batch of {expected.n_data} data finds its own top curvature too large, because it "
-        "chose the directions. From these data alone the strongest over-estimation to expect is "
-        f"{worst.overestimation:.2f} times ({worst.name}, factor {worst.factor}). A second "
-        "mini-batch measured what the bars on the right show; one draw is noisy, and ratios below "
-        "1 are noise of the scale."
+        f"chose the directions. {foretold} A second mini-batch measured what the bars on the right "
+        "show; one draw is noisy, and ratios below 1 are noise of the scale."
     )
     left = figure(
         plot_bias(expected).figure.figure,

@@ -5,6 +5,9 @@ import torch
 from torch import nn
 
 from laplace_debias.debias.expected_bias import (
+    MIN_EFFECTIVE_ROWS,
+    ExpectedBias,
+    FactorBias,
     effective_dimension,
     expected_bias,
     expected_bias_of,
@@ -123,6 +126,19 @@ def test_table_of_a_network():
     split = expected_bias_of(engine, [(X[:3], y[:3]), (X[3:], y[3:])])
     for one, two in zip(bias.factors, split.factors, strict=True):
         assert two.overestimation == pytest.approx(one.overestimation, rel=1e-4)
+
+
+def test_too_few_rows_foretell_nothing():
+    def entry(rows):
+        return FactorBias("w", "B", 40, 9, rows, 2.0, 1.87)
+
+    bias = ExpectedBias((entry(MIN_EFFECTIVE_ROWS - 0.01), entry(MIN_EFFECTIVE_ROWS)), 8)
+    assert [factor.trusted for factor in bias.factors] == [False, True]
+    first, second = str(bias).splitlines()[-2:]
+    assert first.endswith("too few rows") and "1.87" not in first
+    assert second.endswith(" 1.87")
+    names, rows = bias.rows()
+    assert [row[names.index("trusted")] for row in rows] == [False, True]
 
 
 def test_errors():

@@ -15,3 +15,12 @@ def test_the_demo_says_three_things(tmp_path, capsys):
     assert {"demo.png", "report.html"} <= {path.name for path in tmp_path.iterdir()}
     table = [line.split()[0] for line in printed.splitlines()[1:8]]
     assert table[:2] == ["method", "plain"] and "temperature" in table
+
+
+def test_every_network_of_the_demo_learns():
+    data = demo.digits()["train"]
+    X, y = data.tensors
+    for network in demo.NETWORKS:
+        model = demo.train_network(data, 5, network)
+        assert (model(X).argmax(1) == y).float().mean() > 0.7, network
+        assert all(p.requires_grad for p in model[-1].parameters()) if network != "tokens" else True

@@ -121,3 +121,7 @@ def test_bias_bars():
     ax = plot_bias(ExpectedBias(tuple(factors), 8))
     assert [bar.get_hatch() for bar in ax.patches] == [None, "////"]
     assert ax.get_xscale() == "linear"
+    few = FactorBias("w", "B", 8, 4, 2.0, 1.9, 40.0)
+    ax = plot_bias(ExpectedBias((few, *factors), 8))
+    assert [bar.get_width() for bar in ax.patches] == pytest.approx([0.0, 0.5, 1.5])
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["w B (too few rows)", "w B", "w A"]
