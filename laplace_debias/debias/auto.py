@@ -94,8 +94,8 @@ def fit_auto(
 
 
 def _check_pairs(engine: Engine) -> None:
-    """Raise where pairs would not be the curvature: other losses, and scales of normalisations."""
-    scales = [p.name for p in engine.owned if p.scales]
+    """Raise where pairs would not be the curvature: other losses, and blocks of one factor."""
+    whole = [p.name for p in engine.owned if p.has_one_factor]
     what = ""
     if engine.likelihood not in ("classification", "regression"):
         what = f"likelihood={engine.likelihood!r}"
@@ -103,15 +103,16 @@ def _check_pairs(engine: Engine) -> None:
         what = "`class_weights`, which ask for labels that no forward pass knows"
     elif engine.objective.output_noise is not None:
         what = "one `sigma_noise` per output"
-    elif scales:
-        what = f"scales or shifts of normalisations ({scales})"
+    elif whole:
+        what = f"scales or shifts of normalisations, or parametrised weights ({whole})"
     elif any(is_transposed(layer) for p in engine.owned for layer in p.layers):
         what = "a `Conv1D` of transformers, whose weight is transposed"
     if what:
         raise ValueError(
             "Expected the softmax cross-entropy or half the squared error, and linear layers and "
             f"convolutions, with debias='auto', got {what}. Remedy: debias=True or 'single'; "
-            "parameters of normalisations can be frozen (`requires_grad_(False)`)."
+            "freeze those of normalisations (`requires_grad_(False)`), and "
+            "`bake_parametrizations(model)`."
         )
 
 

@@ -31,6 +31,7 @@ from laplace_debias.kfac.factors import Block, Factors
 from laplace_debias.kfac.few_rows import added
 from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox
 from laplace_debias.kfac.norms import NormGram
+from laplace_debias.kfac.originals import OriginalGram
 from laplace_debias.kfac.rotations import (
     RotatedInputs,
     curvatures_of,
@@ -178,7 +179,7 @@ class Engine:
             ValueError: If the forward pass never uses a layer, or if the shapes of outputs, targets
                 or weights do not fit.
         """
-        weights_only = [p for p in self.owned if p.role == "weight" and not p.scales]
+        weights_only = [p for p in self.owned if p.role == "weight" and not p.has_one_factor]
         if not isinstance(inputs, bool):
             weights_only, inputs = [p for p in weights_only if p.name in inputs], True
         Q = dict(zip(self.names, along or (), strict=along is not None))
@@ -194,7 +195,9 @@ class Engine:
         scaled = {
             layer for p in self.owned if p.scales and p.role == "weight" for layer in p.layers
         }
+        behind = {p.layers[0] for p in self.owned if p.original is not None and p.role == "weight"}
         rows: dict[nn.Module, list[Tensor]] = {}
+        seen: dict[nn.Module, list[tuple[nn.Module, Tensor]]] = {}  # inputs of parametrised layers
         x_hats: dict[nn.Module, list[Tensor]] = {}  # what normalisations scaled, call by call
         to_last = self.kfac_approx == "reduce"
         count_B = [RowCounter(p.name) for p in self.owned if count_rows and outputs]
@@ -209,6 +212,8 @@ class Engine:
                         count_A[gram.name].add(new, to_last=to_last)
             if outputs and layer in scaled and is_norm(layer):
                 x_hats.setdefault(layer, []).append(normalised(layer, a))
+            if outputs and layer in behind:
+                seen.setdefault(layer, []).append((geometry, a.detach()))
             if has_rows_last(layer) and n_in(layer) >= rows_from:
                 kept = a.to(torch.promote_types(a.dtype, torch.float32), copy=True)
                 rows.setdefault(layer, []).append(kept)
@@ -233,7 +238,7 @@ class Engine:
             n_vectors, B = 0, dict[str, Tensor]()
             if outputs:
                 n_vectors, B = self._outputs(
-                    f, X, y, weights, recorder, count_B, x_hats, Q, few_rows
+                    f, X, y, weights, recorder, count_B, x_hats, seen, Q, few_rows
                 )
         self.cost.forward += n
         self.cost.backward += n * n_vectors
@@ -250,12 +255,12 @@ class Engine:
             outputs=None if outputs else f,
             rows=tuple(
                 _one_row_each([r for layer in p.layers for r in rows.get(layer, [])], n)
-                if p.role == "weight"
+                if p.role == "weight" and not p.has_one_factor
                 else None
                 for p in self.owned
             ),
             at_output=tuple(
-                not p.scales
+                not p.has_one_factor
                 and len(p.layers) == 1
                 and len(recorder.calls[p.layers[0]]) == 1
                 and recorder.calls[p.layers[0]][0].is_output(f)
@@ -320,16 +325,20 @@ class Engine:
         recorder: Recorder,
         counters: list[RowCounter],
         x_hats: dict[nn.Module, list[Tensor]],
+        seen: dict[nn.Module, list[tuple[nn.Module, Tensor]]],
         Q: Mapping[str, Block],
         few_rows: bool,
     ) -> tuple[int, dict[str, Tensor]]:
         """The number of backward vectors, and B of every parameter, or what it is along Q."""
         known: dict[nn.Module, Tensor] = {}
         if self._knows_hessian and not counters:  # at the output B needs no backward pass
+            behind = {p.layers[0] for p in self.owned if p.original is not None}
             ends = [
                 x
                 for x in self.layers
-                if is_kfac_layer(x) and [c.is_output(f) for c in recorder.calls[x]] == [True]
+                if is_kfac_layer(x)
+                and x not in behind
+                and [c.is_output(f) for c in recorder.calls[x]] == [True]
             ]
             if ends:
                 H = len(f) * mean_loss_hessian(f.detach(), self.likelihood, weights)
@@ -345,10 +354,12 @@ class Engine:
             }
         self._choose_fisher(f.shape[1])
         V = self._backward_vectors(X, f.detach(), y, weights)  # [k, n, C]
-        owned = [p for p in self.owned if not p.scales]
-        names = {m: self._layer_names[m] for m in layers if is_kfac_layer(m)}
+        owned = [p for p in self.owned if not p.has_one_factor]
+        with_factors = {layer for p in owned for layer in p.layers}
+        names = {m: self._layer_names[m] for m in layers if is_kfac_layer(m) and m in with_factors}
         grams = output_grams(owned, f, self.kfac_approx, names, Q, few_rows)
         scales = {p.name: NormGram(p, f, few_rows or bool(Q)) for p in self.owned if p.scales}
+        originals = {p.name: OriginalGram(p, f) for p in self.owned if p.original is not None}
         calls = [call for layer in layers for call in recorder.calls[layer]]
         edges = [call.edge for call in calls if call.edge is not None]  # all, see check_called
         for k, v in enumerate(V):
@@ -369,6 +380,8 @@ class Engine:
                 for gram in {id(gram): gram for gram in per_basis.values()}.values():
                     gram.add(found[layer], len(f))
             summed = {name: gram.add(of_call, x_hats, len(f)) for name, gram in scales.items()}
+            for name, original in originals.items():
+                summed[name] = original.add(of_call, seen, len(f))
             for p, counter in zip(self.owned, counters, strict=False):  # none, or one each
                 parts = [
                     output_rows(layer, g, self.kfac_approx)
@@ -394,8 +407,8 @@ class Engine:
             )
             for p in owned
         }
-        for name, scale in scales.items():
-            B[name] = along(scale.result(), name)
+        for name, whole in (scales | originals).items():
+            B[name] = along(whole.result(), name)
         return len(V), B
 
     def _check_first(self, f: Tensor) -> None:

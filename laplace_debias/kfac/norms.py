@@ -43,7 +43,7 @@ class NormGram:
 
     def __init__(self, parameter: OwnedParameter, like: Tensor, few: bool = False) -> None:
         self.parameter = parameter
-        d = parameter.layers[0].get_parameter(parameter.role).numel()
+        d = parameter.tensor.numel()
         self.dtype = torch.promote_types(like.dtype, torch.float32)
         self._sum = RowSum(d, like.new_empty(0, dtype=self.dtype), few)
 
@@ -66,7 +66,7 @@ class NormGram:
         Raises:
             ValueError: If the first dimension of a call does not run over the data.
         """
-        name, role, layers = self.parameter
+        name, role, layers, _ = self.parameter
         total: Tensor | None = None
         for layer in layers:
             for i, g in enumerate(gradients[layer]):

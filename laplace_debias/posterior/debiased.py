@@ -179,6 +179,11 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
                 f"other knows, got {backend.__name__}. Remedy: leave `backend` out."
             )
         noise = kwargs.get("sigma_noise", 1.0)
+        if isinstance(noise, str):
+            raise ValueError(
+                f"Expected `sigma_noise` to be a number, or one for each output, got {noise!r}. "
+                "Remedy: pass e.g. 1.0."
+            )
         per_output = isinstance(noise, Tensor | Sequence) and torch.as_tensor(noise).numel() > 1
         if per_output:  # the ratios are fixed, a common factor stays tunable
             noise, kwargs["sigma_noise"] = torch.as_tensor(noise).detach(), 1.0

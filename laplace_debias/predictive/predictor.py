@@ -27,7 +27,6 @@ from laplace_debias.network.upstream import (
     device_of,
     dtype_of,
     feature_extractor,
-    is_last_layer,
     row_keys,
 )
 from laplace_debias.network.verify import verify_last_layer
@@ -38,7 +37,7 @@ from laplace_debias.predictive.eigenblocks import (
     eigen_blocks,
     prior_grid,
 )
-from laplace_debias.predictive.last_layer import last_layer_moments
+from laplace_debias.predictive.last_layer import has_closed_form, last_layer_moments
 from laplace_debias.predictive.layer_jacobians import LayerJacobians
 from laplace_debias.predictive.output_gradients import top_classes
 from laplace_debias.predictive.predictions import check_method
@@ -109,7 +108,7 @@ class StructuredPredictor:
         self.keep_graph = la.enable_backprop if keep_graph is None else keep_graph
         nodes = None
         scalar = bool((self.deltas == self.deltas[:, :1]).all())
-        if scalar and len(self.deltas) > N_NODES and not is_last_layer(la):
+        if scalar and len(self.deltas) > N_NODES and not has_closed_form(la):
             nodes = prior_nodes(self.deltas[:, 0])
         self._coefficients = None if nodes is None else nodes[1]
         deltas = self.deltas if nodes is None else nodes[0].unsqueeze(1).expand(-1, n_blocks)
@@ -126,7 +125,7 @@ class StructuredPredictor:
         x = self._inputs(x)
         mode = "joint" if joint else "variance" if diagonal_output else "covariance"
         with differentiable(self.la.model, self.params):
-            if is_last_layer(self.la):
+            if has_closed_form(self.la):
                 f, moments = self._last_layer(x, mode)
             else:
                 f, (moments,) = self._all_layers(x, mode, [self.blocks])
@@ -174,7 +173,7 @@ class StructuredPredictor:
             ValueError: If covariances are asked for, or the network does not end in a linear layer
                 with Bayesian parameters.
         """
-        if not diagonal_output or is_last_layer(self.la):
+        if not diagonal_output or has_closed_form(self.la):
             raise ValueError(
                 "Expected method='top' for variances of an all-layer posterior, got a link that "
                 "needs covariances, or a last layer, which is exact anyway. Remedy: "
@@ -202,7 +201,7 @@ class StructuredPredictor:
         outputs; S samples take a product each for every prior precision. The last layer's closed
         form is always exact: it needs no pass at all.
         """
-        if is_last_layer(self.la):
+        if has_closed_form(self.la):
             return "exact"
         C, k = self.la.n_outputs, len(self.deltas)
         costs = {"samples": 2 * max(n_samples, 20) * k}
@@ -235,7 +234,7 @@ class StructuredPredictor:
         """
         x, mode = self._inputs(x), "variance" if diagonal_output else "covariance"
         with differentiable(self.la.model, self.params):
-            if is_last_layer(self.la):
+            if has_closed_form(self.la):
                 f, moments = self._last_layer(x, mode, apart=True)
             else:
                 f, (moments,) = self._all_layers(x, mode, [self.blocks], apart=True)
@@ -333,7 +332,7 @@ class SharedPredictor:
             raise ValueError("Expected at least one predictor, got none. Remedy: pass some.")
         self.predictors = tuple(predictors)
         params = [[id(p) for p in predictor.params] for predictor in predictors]
-        if not is_last_layer(predictors[0].la) and any(ids != params[0] for ids in params):
+        if not has_closed_form(predictors[0].la) and any(ids != params[0] for ids in params):
             raise ValueError(
                 "Expected posteriors over the same parameters of one model, got others. Remedy: "
                 "build every Laplace approximation around the same model object, with the same "
@@ -348,7 +347,7 @@ class SharedPredictor:
             diagonal_output: Return the diagonals of the covariances only, which is cheaper.
         """
         first = self.predictors[0]
-        if is_last_layer(first.la):  # a closed form without backward passes
+        if has_closed_form(first.la):  # a closed form without backward passes
             return [predictor(x, diagonal_output) for predictor in self.predictors]
         x = first._inputs(x)
         mode = "variance" if diagonal_output else "covariance"

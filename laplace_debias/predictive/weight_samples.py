@@ -27,8 +27,9 @@ from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.preserve import Change, held
 from laplace_debias.network.recorder import Recorder
 from laplace_debias.network.substitution import substituted
-from laplace_debias.network.upstream import feature_extractor, is_last_layer, row_keys
+from laplace_debias.network.upstream import feature_extractor, row_keys
 from laplace_debias.predictive.eigenblocks import EigenBlock
+from laplace_debias.predictive.last_layer import has_closed_form
 from laplace_debias.predictive.links import check_n_samples
 
 _forward_mode_lock = threading.Lock()
@@ -109,7 +110,7 @@ class WeightSampler:
         """
         check_n_samples(n_samples)
         with torch.set_grad_enabled(self.keep_graph):
-            if is_last_layer(self.la):
+            if has_closed_form(self.la):
                 f, phi = outputs_and_features(feature_extractor(self.la.model), x)
                 return f, self._last_layer(f, phi, n_samples, generator)
             with forward_mode():
