@@ -13,18 +13,14 @@ MODULES = sorted(
 )
 MOST_LINES = 300
 LONGER = {
-    # The three approximations side by side, with their formulas.
-    "kfac/grams.py": 320,
     # What is saved, how it is restored, and all earlier formats.
     "posterior/state.py": 320,
     # Every form of mini-batch that people have, and what is said of others.
     "data/reading.py": 315,
     # Class predictions and Gaussian ones, each with its checks.
     "evaluation/streams.py": 310,
-    # Basis, own and held-out eigenvalues, and how they are put together.
-    "debias/spectrum.py": 310,
     # THE engine: half of it is documentation of its attributes and arguments.
-    "kfac/engine.py": 560,
+    "kfac/engine.py": 580,
     # Every flavour of curvature side by side.
     "network/loss.py": 340,
     # What is refused before a fit, each check with its words.
@@ -53,6 +49,8 @@ TESTED_TOGETHER = {
     "data/processes.py": "posterior/test_several.py",
     "debias/shared_folds.py": "posterior/test_several.py",
     "kfac/sums.py": "posterior/test_several.py",
+    # Thin bases and laplace-torch's products with them are one behaviour.
+    "kfac/thin_kron.py": "kfac/test_thin.py",
     "network/model_check.py": "network/test_check.py",
     "network/products.py": "network/test_check.py",
     "network/verify.py": "network/test_check.py",

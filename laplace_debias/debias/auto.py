@@ -31,9 +31,10 @@ from laplace_debias.debias.certificate import (
     probe_gradients,
 )
 from laplace_debias.debias.drawn import N_GROUPS, corrected_block
+from laplace_debias.debias.eigen import eigh_float64
 from laplace_debias.debias.options import AutoOptions
 from laplace_debias.debias.rounds import Rounds
-from laplace_debias.debias.spectrum import FitResult, eigh_float64
+from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.gradient_rows import rows_key
 

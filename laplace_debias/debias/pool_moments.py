@@ -9,8 +9,8 @@ from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs, Keys, concatenate, datum_shapes, size_of, take
 from laplace_debias.data.weighted import check_unweighted
+from laplace_debias.debias.eigen import eigh_float64
 from laplace_debias.debias.pairs import pair_scores
-from laplace_debias.debias.spectrum import eigh_float64
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
 

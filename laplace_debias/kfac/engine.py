@@ -18,6 +18,7 @@ import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,13 @@ from laplace_debias.data.targets import check_targets
 from laplace_debias.data.weighted import WeightedTargets, apart
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Block, Factors
+from laplace_debias.kfac.few_rows import added
 from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox
 from laplace_debias.kfac.norms import NormGram
 from laplace_debias.kfac.originals import OriginalGram
 from laplace_debias.kfac.rotations import (
     RotatedInputs,
-    curvature_along,
+    curvatures_of,
     input_gram,
     output_grams,
 )
@@ -158,6 +160,7 @@ class Engine:
         rows_from: float = math.inf,
         count_rows: bool = False,
         along: Sequence[Block] | None = None,
+        few_rows: bool = False,
     ) -> Factors:
         """Factors of one mini-batch; the network is left as found.
 
@@ -175,6 +178,8 @@ class Engine:
                 per datum: for mini-batches of few data.
             along: Eigenvectors of every block. Each factor is then given by its curvatures along
                 them, ``diag(Q^T B Q)``, ``[d]`` in float64, and never formed itself.
+            few_rows: Whether factors of few rows are given by these, see
+                :mod:`laplace_debias.kfac.few_rows`.
 
         Returns:
             The factors, in at least single precision.
@@ -191,7 +196,7 @@ class Engine:
             weights_only, inputs = [p for p in weights_only if p.name in inputs], True
         Q = dict(zip(self.names, along or (), strict=along is not None))
         grams = {
-            p.name: input_gram(self.kfac_approx, p.name, Q.get(p.name))
+            p.name: input_gram(self.kfac_approx, p.name, Q.get(p.name), few_rows)
             for p in weights_only
             if inputs
         }
@@ -206,7 +211,7 @@ class Engine:
         rows: dict[nn.Module, list[Tensor]] = {}
         seen: dict[nn.Module, list[tuple[nn.Module, Tensor]]] = {}  # inputs of parametrised layers
         x_hats: dict[nn.Module, list[Tensor]] = {}  # what normalisations scaled, call by call
-        reduce = self.kfac_approx == "reduce"
+        to_last = self.kfac_approx == "reduce"
         count_B = [RowCounter(p.name) for p in self.owned if count_rows and outputs]
         count_A = {p.name: RowCounter(p.name) for p in weights_only if count_rows and inputs}
 
@@ -216,7 +221,7 @@ class Engine:
                     gram.add(geometry, a)
                     if count_rows:
                         new = input_rows(geometry, a, self.kfac_approx)
-                        count_A[gram.name].add(new, to_last=reduce)
+                        count_A[gram.name].add(new, to_last=to_last)
             if outputs and layer in scaled and is_norm(layer):
                 x_hats.setdefault(layer, []).append(normalised(layer, a))
             if outputs and layer in behind:
@@ -246,7 +251,9 @@ class Engine:
                     white, y = self.objective.whitened(white), self.objective.whitened(y)
             n_vectors, B = 0, dict[str, Tensor]()
             if outputs:
-                n_vectors, B = self._outputs(f, X, y, weights, recorder, count_B, x_hats, seen, Q)
+                n_vectors, B = self._outputs(
+                    f, X, y, weights, recorder, count_B, x_hats, seen, Q, few_rows
+                )
         self.cost.forward += n
         self.cost.backward += n * n_vectors
         return Factors(
@@ -362,6 +369,7 @@ class Engine:
         x_hats: dict[nn.Module, list[Tensor]],
         seen: dict[nn.Module, list[tuple[nn.Module, Tensor]]],
         Q: Mapping[str, Block],
+        few_rows: bool,
     ) -> tuple[int, dict[str, Tensor]]:
         """The number of backward vectors, and B of every parameter, or what it is along Q."""
         known: dict[nn.Module, Tensor] = {}
@@ -381,7 +389,7 @@ class Engine:
                 known = dict.fromkeys(ends, H.to(torch.promote_types(f.dtype, torch.float32)))
 
         def along(M: Tensor, name: str) -> Tensor:
-            return curvature_along(M, Q[name][0].double()).clamp(min=0) if Q else M
+            return curvatures_of(M, Q[name][0]) if Q else M
 
         layers = [layer for layer in self.layers if layer not in known]
         if not layers:
@@ -393,8 +401,8 @@ class Engine:
         owned = [p for p in self.owned if not p.has_one_factor]
         with_factors = {layer for p in owned for layer in p.layers}
         names = {m: self._layer_names[m] for m in layers if is_kfac_layer(m) and m in with_factors}
-        grams = output_grams(owned, f, self.kfac_approx, names, Q)
-        scales = {p.name: NormGram(p, f) for p in self.owned if p.scales}
+        grams = output_grams(owned, f, self.kfac_approx, names, Q, few_rows)
+        scales = {p.name: NormGram(p, f, few_rows or bool(Q)) for p in self.owned if p.scales}
         originals = {p.name: OriginalGram(p, f) for p in self.owned if p.original is not None}
         calls = [call for layer in layers for call in recorder.calls[layer]]
         edges = [call.edge for call in calls if call.edge is not None]  # all, see check_called
@@ -562,7 +570,7 @@ def kfac_factors(
 
 def _total(parts: list[Tensor]) -> Tensor:
     """Sum of the output factors of the layers that share a parameter."""
-    return sum(parts[1:], parts[0])
+    return reduce(added, parts)
 
 
 def _one_row_each(calls: list[Tensor], n: int) -> Tensor | None:

@@ -48,6 +48,7 @@ from laplace_debias.kfac.backend import HookEF, HookGGN, HookInterface
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
+from laplace_debias.kfac.thin_kron import bases_of
 from laplace_debias.kfac.upstream import BackendEngine, choose_backend, supported_types
 from laplace_debias.network.calling import OutputPicker
 from laplace_debias.network.features import computing_model, detached_features, first_output
@@ -934,7 +935,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
         """Undecomposed factors of the posterior, as laplace-torch keeps them; built on demand."""
         if self._fitted is None:
             return None
-        return kron_of(rebuild(self.H.eigenvectors, self.H.eigenvalues))
+        return kron_of(rebuild(bases_of(self.H), self.H.eigenvalues))
 
     @H_facs.setter
     def H_facs(self, value: Kron | None) -> None:

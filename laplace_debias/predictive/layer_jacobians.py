@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take, tensors_of
+from laplace_debias.kfac.thin import coordinates
 from laplace_debias.network.layers import has_rows_last, is_norm, is_transposed
 from laplace_debias.network.ownership import is_ordinary, owners
 from laplace_debias.network.recorder import LayerCall
@@ -322,7 +323,7 @@ class LayerJacobians:
             if R == 1 and getattr(module, "groups", 1) == 1 and mode != "joint":
                 A, results = inputs(slice(0, n)).flatten(1), []
                 for block, (Q_B, Q_A) in zip(blocks, bases, strict=True):
-                    g, a = G.squeeze(-1) @ Q_B, A @ Q_A
+                    g, a = coordinates(G.squeeze(-1), Q_B), coordinates(A, Q_A)
                     sides = [maths.input_side(a, w) for w in block.inverses(input_first=True)]
                     results.append(maths.contract([g], partial(iter, sides), mode))
                 return results

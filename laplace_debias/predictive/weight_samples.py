@@ -22,6 +22,7 @@ from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace_debias.data.inputs import Inputs, size_of, take
+from laplace_debias.kfac.thin import from_coordinates
 from laplace_debias.network.calling import call_model
 from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.positions import classes_last
@@ -44,10 +45,11 @@ def posterior_step(eps: Tensor, block: EigenBlock, k: int) -> Tensor:
 
     :math:`Q_B \, [\, E / \sqrt{\lambda + \delta_k} \,] \, Q_A^\top`, with :math:`E` the numbers in
     the shape of the weight, drawn along the eigenvectors; for a single factor
-    :math:`Q \, [\, \epsilon / \sqrt{\lambda + \delta_k} \,]`.
+    :math:`Q \, [\, \epsilon / \sqrt{\lambda + \delta_k} \,]`. Thin eigenvectors stand for
+    their frame, :math:`U \, \mathrm{diag}(w)\, U^\top` being the same covariance.
 
     Args:
-        eps: Standard normal numbers ``[S, D]``.
+        eps: Standard normal numbers ``[S, D]``, one for each of the block's eigenvalues.
         block: The posterior's block.
         k: Which of its prior precisions.
 
@@ -56,11 +58,11 @@ def posterior_step(eps: Tensor, block: EigenBlock, k: int) -> Tensor:
     """
     scale = (block.lam + block.delta[k]).rsqrt()
     if len(block.Q) == 1:
-        step = (eps * scale) @ block.Q[0].T
+        step = from_coordinates(eps * scale, block.Q[0])
     else:
         Q_B, Q_A = block.Q
-        E = eps.unflatten(1, (len(Q_B), len(Q_A)))
-        step = Q_B @ (E * scale) @ Q_A.T
+        E = from_coordinates(eps.unflatten(1, block.lam.shape) * scale, Q_A)
+        step = from_coordinates(E.mT, Q_B).mT
     return step.reshape(len(eps), *block.param.shape).to(block.param.dtype)
 
 
