@@ -25,6 +25,7 @@ class WeightedTargets:
         weights: Their weights ``[n]``.
 
     Example:
+        >>> import torch
         >>> y = WeightedTargets(torch.arange(3), torch.tensor([1.0, 2.0, 0.5]))
         >>> len(y), y[1:].weights
         (3, tensor([2.0000, 0.5000]))
@@ -60,6 +61,7 @@ def weighted(y: Tensor, w: Any) -> WeightedTargets:
         ValueError: If there is not one finite, non-negative number for each datum.
 
     Example:
+        >>> import torch
         >>> weighted(torch.arange(2), torch.tensor([1, 3])).weights
         tensor([1., 3.])
     """
@@ -104,6 +106,7 @@ def check_unweighted(y: Any, what: str, remedy: str) -> None:
         ValueError: If they have.
 
     Example:
+        >>> import torch
         >>> check_unweighted(torch.zeros(2), "debias='auto'", "debias=True")
     """
     if isinstance(y, WeightedTargets):
