@@ -18,7 +18,6 @@ import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from laplace_debias.data.targets import check_targets
 from laplace_debias.data.weighted import WeightedTargets, apart
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Block, Factors
-from laplace_debias.kfac.few_rows import added
+from laplace_debias.kfac.few_rows import total_of
 from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox
 from laplace_debias.kfac.norms import NormGram
 from laplace_debias.kfac.originals import OriginalGram
@@ -394,7 +393,7 @@ class Engine:
         layers = [layer for layer in self.layers if layer not in known]
         if not layers:
             return 0, {
-                p.name: _total([along(known[m], p.name) for m in p.layers]) for p in self.owned
+                p.name: total_of([along(known[m], p.name) for m in p.layers]) for p in self.owned
             }
         self._choose_fisher(f)
         n_vectors, V = self._backward_vectors(X, f.detach(), y, weights)
@@ -441,7 +440,7 @@ class Engine:
                 for new in parts:
                     counter.add(new)
         B = {
-            p.name: _total(
+            p.name: total_of(
                 [
                     along(known[m], p.name)
                     if m in known
@@ -566,11 +565,6 @@ def kfac_factors(
         rows_from=rows_from,
         count_rows=count_rows,
     )
-
-
-def _total(parts: list[Tensor]) -> Tensor:
-    """Sum of the output factors of the layers that share a parameter."""
-    return reduce(added, parts)
 
 
 def _one_row_each(calls: list[Tensor], n: int) -> Tensor | None:

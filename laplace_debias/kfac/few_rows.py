@@ -9,13 +9,25 @@ are too many, the matrix takes their place.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from laplace_debias.kfac.symmetric import add_gram_, mirror_
 
-__all__ = ["RowSum", "added", "as_matrix", "averaged", "dimension", "are_few", "is_rows", "scaled"]
+__all__ = [
+    "RowSum",
+    "added",
+    "as_matrix",
+    "averaged",
+    "dimension",
+    "are_few",
+    "is_rows",
+    "scaled",
+    "total_of",
+]
 
 
 def are_few(r: int, d: int) -> bool:
@@ -106,6 +118,19 @@ def added(one: Tensor, two: Tensor) -> Tensor:
         rows = torch.cat([one, two])
         return rows if are_few(*rows.shape) else as_matrix(rows)
     return as_matrix(one) + as_matrix(two)
+
+
+def total_of(parts: Sequence[Tensor]) -> Tensor:
+    """Sum of factors, such as those of the layers that share a parameter.
+
+    Args:
+        parts: Factors in any form, at least one.
+
+    Example:
+        >>> total_of([torch.eye(1), torch.eye(1), torch.eye(1)])
+        tensor([[3.]])
+    """
+    return reduce(added, parts)
 
 
 def averaged(one: Tensor, two: Tensor, share: float) -> Tensor:

@@ -16,6 +16,7 @@ from laplace_debias.kfac.few_rows import (
     dimension,
     is_rows,
     scaled,
+    total_of,
 )
 from tests.cases import CNN, GROUPED, MLP, TOKENS
 
@@ -34,6 +35,7 @@ def test_sums_and_means_equal_those_of_matrices(r, s):
     total = added(*kept)
     assert is_rows(total) == are_few(r + s, D) and dimension(total) == D
     torch.testing.assert_close(as_matrix(total), A + B)
+    torch.testing.assert_close(as_matrix(total_of([*kept, kept[1]])), A + 2 * B)
     torch.testing.assert_close(as_matrix(averaged(*kept, 0.3)), 0.7 * A + 0.3 * B)
     torch.testing.assert_close(as_matrix(scaled(kept[0], 3.0)), 3 * A)
 
