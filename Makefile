@@ -32,6 +32,7 @@ bench: $(READY)
 	$(PY) -W ignore -m examples.benchmarks.predictive
 	$(PY) -W ignore -m examples.benchmarks.kfac
 	$(PY) -W ignore -m examples.benchmarks.fit
+	$(PY) -W ignore -m examples.benchmarks.lora
 	$(PY) -W ignore -m examples.benchmarks.quadratics
 
 # which lines of kfac/, debias/ and predictive/ no test guards: a seeded sample, goes on where it stopped

@@ -16,7 +16,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, known=()):
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.largest = 0
         self._known = {t.untyped_storage().data_ptr() for t in known}
         self._sizes = {}
 
@@ -33,6 +33,7 @@ class LiveBytes(TorchDispatchMode):
         if key in self._sizes or storage.data_ptr() in self._known:
             return
         self._sizes[key] = storage.nbytes()
+        self.largest = max(self.largest, storage.nbytes())
         weakref.finalize(storage, self._gone, key)
         self.now += storage.nbytes()
         self.peak = max(self.peak, self.now)

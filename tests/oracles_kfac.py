@@ -68,9 +68,10 @@ def oracle(model, x, y, likelihood, weights, fisher="exact"):
     model.train(training)
     blocks = []
     for m in layers:
-        if m.weight.requires_grad:
+        own = {name for name, p in m.named_parameters(recurse=False) if p.requires_grad}
+        if "weight" in own:
             rows = torch.stack(A[m])
             blocks.append((B[m], rows.T @ rows / len(rows)))
-        if m.bias is not None and m.bias.requires_grad:
+        if "bias" in own:
             blocks.append((B[m],))
     return blocks

@@ -28,7 +28,12 @@ import pytest
 
 from laplace_debias.posterior import DebiasedKronLaplace, DebiasedKronLLLaplace
 
-FILES = ("test_baselaplace.py", "test_lllaplace.py", "test_serialization.py")
+FILES = (
+    "test_baselaplace.py",
+    "test_lllaplace.py",
+    "test_serialization.py",
+    "test_subset_params.py",
+)
 """Their tests of posteriors; the others test backends, matrices and other approximations."""
 
 

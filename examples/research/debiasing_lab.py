@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from examples.classifiers import Problem
-from laplace_debias.debias.spectrum import eigh_float64
+from laplace_debias.debias.eigen import eigh_float64
 from laplace_debias.evaluation.sweep import sweep_prior_precision
 from laplace_debias.kfac.backend import HookGGN
 from laplace_debias.kfac.engine import kfac_factors

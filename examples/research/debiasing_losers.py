@@ -32,8 +32,8 @@ from examples.research.analytical_shrinkage import analytical_shrinkage
 from examples.research.debiasing_lab import Fitter, Method, mean, run, standard_error
 from examples.research.debiasing_methods import library, sampled, single
 from examples.research.ekfac import curves_of_any, ekfac
-from laplace_debias.debias.folds import crossfit_factor, null_tolerance
-from laplace_debias.debias.spectrum import eigh_float64
+from laplace_debias.debias.eigen import eigh_float64, null_tolerance
+from laplace_debias.debias.folds import crossfit_factor
 from laplace_debias.storage.cells import CellStore
 
 # %% One factor at a time

@@ -16,8 +16,12 @@ from torch import Tensor, nn
 
 from laplace_debias.comparison.rows import DIAGONAL, LAST_LAYER, PLAIN, PRIOR_ONLY, TEMPERATURE
 from laplace_debias.data.reading import read
+from laplace_debias.data.targets import IGNORED
 from laplace_debias.debias.spectrum import FitResult
+from laplace_debias.evaluation.counted import counted_rows
 from laplace_debias.evaluation.metrics import most_probable
+from laplace_debias.network.calling import call_model
+from laplace_debias.network.positions import classes_last
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.upstream import posterior_params
 from laplace_debias.posterior.debiased import DebiasedPosterior
@@ -56,7 +60,12 @@ def check_baselines(
         )
 
 
-def best_temperature(model: nn.Module, loader: Iterable[Any], key_y: str = "labels") -> float:
+def best_temperature(
+    model: nn.Module,
+    loader: Iterable[Any],
+    key_y: str = "labels",
+    ignore_index: int = IGNORED,
+) -> float:
     r"""The T that minimises the NLL of a network whose logits are divided by it.
 
     :math:`\min_T -\frac1n \sum_i \log \mathrm{softmax}(f(x_i) / T)_{y_i}`, between 1/20 and 20.
@@ -65,6 +74,7 @@ def best_temperature(model: nn.Module, loader: Iterable[Any], key_y: str = "labe
         model: A classifier; it is left as it is.
         loader: Validation data.
         key_y: Key of the labels in mini-batches that are mappings.
+        ignore_index: The label of positions (tokens, pixels) that do not count.
 
     Example:
         >>> net = nn.Linear(2, 2, bias=False)
@@ -76,7 +86,8 @@ def best_temperature(model: nn.Module, loader: Iterable[Any], key_y: str = "labe
     device = next(model.parameters()).device
     with torch.no_grad(), evaluation_mode(model):
         batches = [
-            (model(X).double(), y) for X, y in read(loader, device, key_y, name="val_loader")
+            counted_rows(classes_last(call_model(model, X)).double(), y, ignore_index)
+            for X, y in read(loader, device, key_y, name="val_loader")
         ]
     logits = torch.cat([f for f, _ in batches])
     labels = most_probable(torch.cat([y for _, y in batches]))

@@ -40,6 +40,7 @@ from laplace_debias.comparison.rows import (
 from laplace_debias.comparison.runs import evaluate_sets
 from laplace_debias.data.progress import bar
 from laplace_debias.data.reading import as_batches
+from laplace_debias.data.targets import IGNORED
 from laplace_debias.evaluation.sweep import default_grid
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.storage.cells import CellStore
@@ -180,6 +181,7 @@ def compare(
                 prediction.n_bins,
                 likelihood=kind,
                 sigma_noise=noise,
+                ignore_index=laplace.get("ignore_index", IGNORED),
             )
         )
         return [

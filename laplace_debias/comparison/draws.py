@@ -10,6 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from laplace_debias.data.reading import read
+from laplace_debias.network.calling import call_model
+from laplace_debias.network.positions import classes_last
 from laplace_debias.network.preserve import evaluation_mode
 
 __all__ = ["check_budgets", "draw_generator", "draw_loaders", "n_outputs", "whole_loader"]
@@ -133,4 +135,4 @@ def n_outputs(model: nn.Module, train_loader: DataLoader[Any], key_y: str = "lab
     device = next(model.parameters()).device
     with torch.no_grad(), evaluation_mode(model):
         ((X, _),) = read([batch], device, key_y)
-        return int(model(X).shape[-1])
+        return int(classes_last(call_model(model, X)).shape[-1])

@@ -28,6 +28,7 @@ from laplace_debias.comparison.rows import (
     TWO_BATCH,
 )
 from laplace_debias.comparison.runs import Run, plain_run, predictor_run
+from laplace_debias.data.targets import IGNORED
 from laplace_debias.debias.options import AutoOptions, CrossfitOptions
 from laplace_debias.network.loss import Likelihood
 from laplace_debias.posterior.debiased import DebiasedPosterior
@@ -88,7 +89,12 @@ class Fitting:
         if method in (PLAIN, TEMPERATURE):
             start, T = time.perf_counter(), 1.0
             if method == TEMPERATURE and self.val_loader is not None:
-                T = best_temperature(self.model, self.val_loader, self.key_y)
+                T = best_temperature(
+                    self.model,
+                    self.val_loader,
+                    self.key_y,
+                    self.laplace.get("ignore_index", IGNORED),
+                )
             seconds = time.perf_counter() - start
             cost: Cost = {"forward": 0, "backward": 0, "seconds": seconds}
             return plain_run(self.model, self.key_y, self.likelihood, T), [cost]

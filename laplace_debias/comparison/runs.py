@@ -10,6 +10,7 @@ from laplace.baselaplace import KronLaplace
 from torch import Tensor, nn
 
 from laplace_debias.data.reading import read
+from laplace_debias.data.targets import IGNORED
 from laplace_debias.evaluation.metrics import entropy_auroc, entropy_fpr95
 from laplace_debias.evaluation.predictors import model_predictor
 from laplace_debias.evaluation.streams import CalibrationMetrics, RegressionMetrics
@@ -17,7 +18,7 @@ from laplace_debias.evaluation.table import metric_table
 from laplace_debias.network.loss import Likelihood, likelihood_name
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.upstream import device_of
-from laplace_debias.predictive.links import class_log_probabilities, needs_diagonal_only
+from laplace_debias.predictive.links import needs_diagonal_only, position_log_probabilities
 from laplace_debias.predictive.predictions import (
     Prediction,
     glm_predictions,
@@ -142,7 +143,7 @@ def predictor_run(
                         update(i, (result.mean, covariance), y)
                     continue
                 T = logit_temperature_of(las[number])
-                log_probs = class_log_probabilities(
+                log_probs = position_log_probabilities(
                     result.mean / T,
                     result.covariance / T**2,
                     link_approx,
@@ -164,6 +165,7 @@ def evaluate_sets(
     *,
     likelihood: Likelihood = "classification",
     sigma_noise: float | Tensor = 1.0,
+    ignore_index: int = IGNORED,
 ) -> list[dict[str, float]]:
     """Metrics of k predictions on every set.
 
@@ -174,6 +176,7 @@ def evaluate_sets(
         n_bins: Number of bins of the ECE.
         likelihood: ``"classification"`` or ``"regression"``, whose sets must all have targets.
         sigma_noise: Standard deviation of a regression's observation noise.
+        ignore_index: The label of positions (tokens, pixels) that do not count.
 
     Returns:
         Metrics by name, for each of the k predictions.
@@ -186,7 +189,9 @@ def evaluate_sets(
     classes = likelihood == "classification"
     for prefix, loader in sets.items():
         metrics: list[Any] = [
-            CalibrationMetrics(n_bins) if classes else RegressionMetrics(sigma_noise=sigma_noise)
+            CalibrationMetrics(n_bins, ignore_index)
+            if classes
+            else RegressionMetrics(sigma_noise=sigma_noise)
             for _ in range(k)
         ]
 

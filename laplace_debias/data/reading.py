@@ -20,6 +20,7 @@ from laplace_debias.data.inputs import (
 from laplace_debias.data.processes import processes
 from laplace_debias.data.progress import bar
 from laplace_debias.data.shares import n_own
+from laplace_debias.data.weighted import weighted
 
 __all__ = ["MissingKeyError", "as_batches", "on_device", "read", "unpack"]
 
@@ -42,6 +43,7 @@ def read(
     name: str = "loader",
     progress: str | None = None,
     progress_bar: bool | None = True,
+    key_w: str | None = None,
 ) -> Iterator[Batch]: ...
 
 
@@ -55,6 +57,7 @@ def read(
     name: str = "loader",
     progress: str | None = None,
     progress_bar: bool | None = True,
+    key_w: str | None = None,
 ) -> Iterator[tuple[Inputs, Tensor | None]]: ...
 
 
@@ -67,6 +70,7 @@ def read(
     name: str = "loader",
     progress: str | None = None,
     progress_bar: bool | None = True,
+    key_w: str | None = None,
 ) -> Iterator[tuple[Inputs, Any]]:
     """Read inputs and targets, mini-batch by mini-batch, from anything that holds data.
 
@@ -81,6 +85,7 @@ def read(
         name: What error messages call the loader.
         progress: Title of a progress bar; none by default.
         progress_bar: Whether to show it; ``None`` for slow loaders on a terminal only.
+        key_w: See :func:`unpack`.
 
     Yields:
         ``(X, y)`` as :func:`unpack` gives them.
@@ -96,10 +101,11 @@ def read(
         >>> [y for _, y in read([torch.ones(2, 3)], cpu, labelled=False)]
         [None]
     """
-    batches, empty = as_batches(loader, labelled=labelled, name=name), True
+    triples = key_w is not None
+    batches, empty = as_batches(loader, labelled=labelled, name=name, triples=triples), True
     left = n_own(loader)
     for batch in bar(batches, progress, shown=False if progress is None else progress_bar):
-        X, y = unpack(batch, device, key_y, labelled=labelled)
+        X, y = unpack(batch, device, key_y, labelled=labelled, key_w=key_w)
         n = size_of(X) if y is None else len(y)
         if n > left:
             own = slice(0, int(left))
@@ -118,8 +124,13 @@ def read(
 
 
 def unpack(
-    batch: Any, device: torch.device, dict_key_y: str, *, labelled: bool = True
-) -> tuple[Inputs, Tensor | None]:
+    batch: Any,
+    device: torch.device,
+    dict_key_y: str,
+    *,
+    labelled: bool = True,
+    key_w: str | None = None,
+) -> tuple[Inputs, Any]:
     """Inputs and targets of a mini-batch, on the model's device.
 
     Args:
@@ -129,10 +140,13 @@ def unpack(
         device: Device of the model.
         dict_key_y: Key of the targets in a mapping.
         labelled: Whether there must be targets.
+        key_w: For fits: the key of sample weights in a mapping, if it has them; ``(X, y, w)`` is
+            read as well then.
 
     Returns:
         ``X`` (the mapping itself for mappings, as laplace-torch hands it to the model) and ``y``,
-        which is ``None`` if there need not be targets and are none.
+        which is ``None`` if there need not be targets and are none, and
+        :class:`~laplace_debias.data.weighted.WeightedTargets` if there are sample weights.
 
     Raises:
         ValueError: If the mini-batch has another form, has no targets where it must, or its inputs
@@ -143,6 +157,11 @@ def unpack(
         >>> X.shape, y.shape
         (torch.Size([2, 3]), torch.Size([2]))
     """
+    w = None
+    if key_w is not None and isinstance(batch, (tuple, list)) and len(batch) == 3:
+        batch, w = batch[:2], batch[2]
+    elif key_w is not None and isinstance(batch, MutableMapping):
+        w = batch.get(key_w)
     X, y = _parts(batch, dict_key_y, labelled)
     if not isinstance(X, INPUT_TYPES):
         raise ValueError(
@@ -173,7 +192,7 @@ def unpack(
                 f"{value.numel()} entries in a mini-batch. Remedy: clean the data, or drop these "
                 "rows."
             )
-    return on_device(X, device), y
+    return on_device(X, device), y if w is None or y is None else weighted(y, w)
 
 
 def on_device(x: Inputs, device: torch.device) -> Inputs:
@@ -212,7 +231,8 @@ def _parts(batch: Any, dict_key_y: str, labelled: bool) -> tuple[Any, Any]:
         return batch[0], batch[1] if len(batch) == 2 else None
     raise ValueError(
         f"Expected mini-batches `(X, y)` or mappings, got {_described(batch)}. Remedy: let the "
-        "loader's `collate_fn` return a pair, for several inputs `((x1, x2), y)`."
+        "loader's `collate_fn` return a pair, for several inputs `((x1, x2), y)`; sample weights, "
+        "`(X, y, w)`, are for fits."
     )
 
 
@@ -240,7 +260,7 @@ def _described(value: Any) -> str:
 
 
 def as_batches(
-    loader: Iterable[Any], *, labelled: bool = True, name: str = "loader"
+    loader: Iterable[Any], *, labelled: bool = True, name: str = "loader", triples: bool = False
 ) -> Iterable[Any]:
     """Take a bare mini-batch for a loader of one.
 
@@ -251,6 +271,7 @@ def as_batches(
             their data differ in shape.
         labelled: Whether mini-batches must have targets.
         name: What error messages call the loader.
+        triples: Whether ``(X, y, w)`` is one mini-batch as well.
 
     Returns:
         The loader itself, or a list of the one mini-batch.
@@ -271,6 +292,9 @@ def as_batches(
                 "Remedy: pass `(X, y)`, or a loader of such pairs."
             )
         return [loader]
+    if triples and isinstance(loader, (tuple, list)) and len(loader) == 3:
+        if all(isinstance(part, Tensor) for part in loader[1:]) and loader[2].ndim == 1:
+            return [loader]
     if isinstance(loader, (tuple, list)) and len(loader) == 2 and isinstance(loader[1], Tensor):
         X, y = loader
         if isinstance(X, (tuple, list, MutableMapping)):

@@ -14,6 +14,7 @@ from laplace_debias.data.inputs import Batch, Inputs, Keys
 from laplace_debias.data.processes import is_main, processes, together
 from laplace_debias.data.reading import as_batches, read
 from laplace_debias.data.shares import agreed_size, deals_out
+from laplace_debias.data.weighted import WeightedTargets
 
 __all__ = [
     "CURVATURES",
@@ -42,6 +43,7 @@ class TrainingData:
         device: Where the network is.
         key_x: Key of the inputs in mini-batches that are mappings, or of all that run over data.
         key_y: Key of the targets in them.
+        key_w: Key of the sample weights in them, if they have any.
         cast: Changes the type of inputs and targets, if need be.
         check: Called once, with the inputs of the first mini-batch that is read.
     """
@@ -54,17 +56,24 @@ class TrainingData:
     key_y: str = "labels"
     cast: Callable[[Any], Any] | None = None
     check: Callable[[Inputs], None] | None = None
+    key_w: str = "sample_weight"
     _checked: list[bool] = field(default_factory=list, repr=False)
 
     def read(
         self, batches: Iterable[Any] | None = None, name: str = "train_loader"
     ) -> Iterator[Batch]:
-        """Inputs and targets of mini-batches on the device, checked; by default the loader's."""
+        """Inputs and targets of mini-batches on the device, checked; by default the loader's.
+
+        Targets are :class:`~laplace_debias.data.weighted.WeightedTargets` if a mini-batch has
+        sample weights; their length and their slices are those of plain ones.
+        """
         batches = self.loader if batches is None else batches
-        for X, y in read(batches, self.device, self.key_y, name=name):
+        for X, y in read(batches, self.device, self.key_y, name=name, key_w=self.key_w):
             assert y is not None  # the reader refuses mini-batches without targets
             if self.cast is not None:
-                X, y = self.cast(X), self.cast(y)
+                given: Any = y
+                weighty = isinstance(given, WeightedTargets)
+                X, y = self.cast(X), given.mapped(self.cast) if weighty else self.cast(y)
             if self.check is not None and not self._checked:
                 self.check(X)
                 self._checked.append(True)

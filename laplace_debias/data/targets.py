@@ -5,10 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["check_targets"]
+__all__ = ["IGNORED", "check_targets"]
+
+IGNORED = -100
+"""The label of positions that do not count, as ``nn.CrossEntropyLoss`` has it."""
 
 
-def check_targets(y: Tensor, output_shape: torch.Size, likelihood: str) -> None:
+def check_targets(
+    y: Tensor, output_shape: torch.Size, likelihood: str, ignore_index: int = IGNORED
+) -> None:
     """Raise unless the targets fit the model's outputs.
 
     Args:
@@ -17,6 +22,8 @@ def check_targets(y: Tensor, output_shape: torch.Size, likelihood: str) -> None:
         output_shape: Shape of the model's output for these data, ``[m, ..., C]``.
         likelihood: ``"classification"``, ``"regression"``, or ``"bernoulli"`` with targets in
             [0, 1] of the outputs' shape.
+        ignore_index: The label of positions (tokens, pixels) that do not count; every datum of
+            outputs ``[m, C]`` counts.
 
     Raises:
         ValueError: If shape, dtype, class indices or probabilities are wrong.
@@ -59,14 +66,27 @@ def check_targets(y: Tensor, output_shape: torch.Size, likelihood: str) -> None:
             f"Expected class indices of an integer dtype and shape {['m', *output_shape[1:-1]]}, "
             f"or class probabilities of a floating-point dtype and shape "
             f"{['m', *output_shape[1:]]}, got {y.dtype} of shape {list(y.shape)}. Remedy: for "
-            "one-hot integers pass `y.argmax(-1)`, for indices as floats `y.long()`."
+            "one-hot integers pass `y.argmax(-1)`, for indices as floats `y.long()`"
+            + (_LAYOUTS if len(output_shape) > 2 else ".")
         )
+    positions = len(output_shape) > 2
+    y = y[y != ignore_index] if positions else y
+    if not y.numel():
+        return
     low, high = int(y.min()), int(y.max())
     if low < 0 or high >= C:
+        ignored = f", or {ignore_index} where a position does not count," if positions else ""
         raise ValueError(
-            f"Expected class indices in [0, {C - 1}] for a model with {C} outputs, got values in "
-            f"[{low}, {high}]. Remedy: re-index the classes from 0, or widen the last layer."
+            f"Expected class indices in [0, {C - 1}]{ignored} for a model with {C} outputs, got "
+            f"values in [{low}, {high}]. Remedy: re-index the classes from 0, or widen the last "
+            f"layer{', or pass `ignore_index=` to `Laplace`' if positions else ''}."
         )
+
+
+_LAYOUTS = (
+    "; positions are read from outputs [n, T, C], or [n, C, H, W]: bring others to one of these, "
+    "e.g. `Laplace(..., output=lambda f: f.movedim(-1, 1))`."
+)
 
 
 def _check_labels(y: Tensor, output_shape: torch.Size) -> None:

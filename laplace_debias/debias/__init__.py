@@ -5,6 +5,7 @@ from laplace_debias.debias.bias import CurvatureBias, LayerBias, curvature_bias
 from laplace_debias.debias.certificate import FitReport
 from laplace_debias.debias.crossfit import fit_crossfit
 from laplace_debias.debias.curvature_recorder import CurvatureRecorder
+from laplace_debias.debias.eigen import eigh_float64, null_tolerance
 from laplace_debias.debias.expected_bias import (
     MIN_EFFECTIVE_ROWS,
     ExpectedBias,
@@ -14,7 +15,7 @@ from laplace_debias.debias.expected_bias import (
 )
 from laplace_debias.debias.few_rows import crossfit_rows, few_rows_from
 from laplace_debias.debias.fold_blocks import crossfit_kron
-from laplace_debias.debias.folds import crossfit_factor, isotonic, null_tolerance
+from laplace_debias.debias.folds import crossfit_factor, isotonic
 from laplace_debias.debias.inverse import inverse_inflation, null_floor, resolvent_inflation
 from laplace_debias.debias.options import AutoOptions, CrossfitOptions, even_parts
 from laplace_debias.debias.pairs import draw_pairs, pair_scores
@@ -28,7 +29,6 @@ from laplace_debias.debias.spectrum import (
     FitResult,
     curvature_along,
     decompose,
-    eigh_float64,
     reevaluate,
 )
 from laplace_debias.debias.two_batch import fit_factors, fit_single, fit_two_batch

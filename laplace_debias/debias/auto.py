@@ -31,9 +31,10 @@ from laplace_debias.debias.certificate import (
     probe_gradients,
 )
 from laplace_debias.debias.drawn import N_GROUPS, corrected_block
+from laplace_debias.debias.eigen import eigh_float64
 from laplace_debias.debias.options import AutoOptions
 from laplace_debias.debias.rounds import Rounds
-from laplace_debias.debias.spectrum import FitResult, eigh_float64
+from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.gradient_rows import rows_key
 
@@ -78,6 +79,7 @@ def fit_auto(
         >>> fit.n_data, engine.cost.forward, engine.cost.backward
         (32, 48, 16)
     """
+    _check_blocks(engine)
     group = processes()
     if group is not None and group.size > 1:
         raise ValueError(
@@ -87,6 +89,17 @@ def fit_auto(
     with tqdm(disable=not progress_bar, unit="pass", desc="[K-FAC: pairs]") as bar:
         rounds = Rounds(engine, data, options, bar)
         return _Fit(rounds, ridges.double(), correct).fit()
+
+
+def _check_blocks(engine: Engine) -> None:
+    """Raise where pairs would not be the curvature: for parametrised weights."""
+    originals = [p.name for p in engine.owned if p.original is not None]
+    if originals:
+        raise ValueError(
+            "Expected weights of linear layers and convolutions, and scales and shifts, with "
+            f"debias='auto', got parametrised weights ({originals}). Remedy: debias=True or "
+            "'single', or `bake_parametrizations(model)`."
+        )
 
 
 class _Fit:

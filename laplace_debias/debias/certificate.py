@@ -129,7 +129,7 @@ def probe_gradients(
         >>> [tuple(part.shape) for part in J]
         [(4, 3, 2), (4, 3, 1)]
     """
-    owned = [getattr(p.layers[0], p.role) for p in engine.owned]
+    owned = [p.tensor for p in engine.owned]
     parts: list[list[Tensor]] = [[] for _ in owned]
     with evaluation_mode(engine.root):
         for i in range(size_of(X, key)):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.data.inputs import Batch, tensors_of
+from laplace_debias.data.weighted import apart
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.storage.atomic import write_atomically
@@ -236,9 +237,10 @@ def _plain(factors: Factors) -> dict[str, Any]:
 
 def _digest(role: str, batch: Batch) -> str:
     """Digest of a mini-batch and its role."""
-    X, y = batch
+    X, given = batch
+    y, w = apart(given)
     digest = hashlib.sha256(role.encode())
-    for part in (*tensors_of(X), y):
+    for part in (*tensors_of(X), y, *([] if w is None else [w])):
         digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
         digest.update(tensor_bytes(part))
     return digest.hexdigest()

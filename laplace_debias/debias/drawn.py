@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from laplace_debias.debias.certificate import EigenFactors
+from laplace_debias.debias.eigen import eigh_float64
 from laplace_debias.debias.inverse import inverse_inflation, null_floor, resolvent_inflation
-from laplace_debias.debias.spectrum import eigh_float64
 from laplace_debias.kfac.gradient_rows import RowsKey
 
 __all__ = ["N_GROUPS", "DrawnFactor", "DrawnRows", "corrected_block"]

@@ -18,8 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laplace_debias.debias.folds import isotonic, null_tolerance
-from laplace_debias.debias.spectrum import check_finite, eigh_float64
+from laplace_debias.debias.eigen import check_finite, eigh_float64, null_tolerance
+from laplace_debias.debias.folds import isotonic
 
 __all__ = ["ROW_FOLDS", "crossfit_rows", "few_rows_from", "most_few_rows"]
 
@@ -84,8 +84,9 @@ def crossfit_rows(
         name: What the factor is called in errors.
 
     Returns:
-        Eigenvectors Q, ``[d, d]``, the factor's own eigenvalues and the cross-fitted ones, ``[d]``,
-        ascending, all in float64.
+        Eigenvectors, thin, ``[d, r]`` (see :mod:`laplace_debias.kfac.thin`), the factor's own
+        eigenvalues and the cross-fitted ones, ``[d]``, ascending, all in float64. The first d - r
+        of these are equal: what no row spans has one curvature.
 
     Raises:
         ValueError: With fewer than two rows or folds, or with NaN or infinite rows.
@@ -115,10 +116,9 @@ def crossfit_rows(
         ) from error
     r = int((s.square() > tol * s[0].square()).sum())
     V = Vh[:r].flip(0).T  # [d, r], ascending
-    Q = torch.cat([_complement(V), V], dim=1)
     pooled = torch.cat([s.new_zeros(d - r), s[:r].flip(0).square() / n])
     Z = X @ V  # [n, r]
-    lam = torch.zeros(d, dtype=torch.float64, device=Q.device)
+    lam = torch.zeros(d, dtype=torch.float64, device=V.device)
     for k in range(K if r else 0):  # rows of zeros have no curvature
         held_out = torch.zeros(n, dtype=torch.bool, device=Z.device)
         held_out[k::K] = True
@@ -130,10 +130,4 @@ def crossfit_rows(
         lam[d - rank :] += curvatures[seen]
         if rank < d:
             lam[: d - rank] += curvatures[~seen].sum() / (d - rank)
-    return Q, pooled, isotonic(lam) if monotone else lam
-
-
-def _complement(V: Tensor) -> Tensor:
-    """Orthonormal basis ``[d, d - r]`` of what orthonormal columns ``V [d, r]`` do not span."""
-    basis: Tensor = torch.linalg.qr(V, mode="complete")[0]
-    return basis[:, V.shape[1] :]
+    return V, pooled, isotonic(lam) if monotone else lam

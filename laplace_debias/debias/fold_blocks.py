@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from laplace_debias.debias.eigen import eigh_float64
 from laplace_debias.debias.few_rows import ROW_FOLDS, crossfit_rows
 from laplace_debias.debias.folds import crossfit_spectrum
-from laplace_debias.debias.spectrum import FitResult, eigh_float64, same_output
+from laplace_debias.debias.spectrum import FitResult, same_output
 from laplace_debias.kfac.factors import Factors
 
 __all__ = ["crossfit_kron"]

@@ -25,7 +25,6 @@ the error, can only shrink.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -33,7 +32,8 @@ import torch
 from scipy.optimize import isotonic_regression
 from torch import Tensor
 
-from laplace_debias.debias.spectrum import check_finite, curvature_along, eigh_float64
+from laplace_debias.debias.eigen import check_finite, eigh_float64, null_tolerance
+from laplace_debias.kfac.rotations import curvature_along
 
 SINGLE_FROM = 512
 """Dimension from which on single precision saves time, see ``fold_directions``."""
@@ -197,26 +197,6 @@ def curvatures_along(M: Tensor, Q: Tensor, mu: Tensor, *, null_tol: float) -> Te
     lam = curvature_along(M, Q).clamp(min=0)
     null = mu <= null_tol * mu[-1]
     return torch.where(null, lam[null].mean(), lam) if null.any() else lam
-
-
-def null_tolerance(M: Tensor) -> float:
-    """Relative size up to which an eigenvalue may be a rounded zero.
-
-    A Gram matrix is rounded in its own type: entry by entry an error of ``eps`` times the entry's
-    size, which adds up to a spectral norm of about ``sqrt(d) * eps`` times the largest eigenvalue
-    at most.
-
-    Args:
-        M: The factor ``[d, d]``, in the type in which it was computed.
-
-    Returns:
-        ``sqrt(d) * eps``.
-
-    Example:
-        >>> null_tolerance(torch.eye(4, dtype=torch.float64)) == 2 * 2.0**-52
-        True
-    """
-    return math.sqrt(len(M)) * torch.finfo(M.dtype).eps
 
 
 def isotonic(values: Tensor) -> Tensor:

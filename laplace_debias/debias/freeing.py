@@ -19,7 +19,8 @@ from laplace_debias.data.processes import processes, together
 from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import CURVATURES, DIRECTIONS, TrainingData
 from laplace_debias.debias.checkpoint import Checkpoint
-from laplace_debias.debias.spectrum import FitResult, check_finite, eigenbasis
+from laplace_debias.debias.eigen import check_finite
+from laplace_debias.debias.spectrum import FitResult, eigenbasis
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Block, Factors
@@ -88,7 +89,10 @@ def fit_freeing(
                 if role != DIRECTIONS:
                     later.append((X, y))
                     break
-                new = engine.factors(X, y)
+                if isinstance(engine, Engine):
+                    new = engine.factors(X, y, few_rows=True)
+                else:
+                    new = engine.factors(X, y)
                 directions = [directions.pop() + new if directions else new]
                 del new
                 if checkpoint is not None:

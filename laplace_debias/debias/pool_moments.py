@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs, Keys, concatenate, datum_shapes, size_of, take
+from laplace_debias.data.weighted import check_unweighted
+from laplace_debias.debias.eigen import eigh_float64
 from laplace_debias.debias.pairs import pair_scores
-from laplace_debias.debias.spectrum import eigh_float64
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
 
@@ -55,6 +56,7 @@ class PoolMoments:
         Layers with several rows per datum cost more for A than for the pass itself, and need fewer
         data: they see as many as ``MOST_MULTIPLICATIONS`` pay for.
         """
+        check_unweighted(y, "debias='auto'", "debias=True, 'single' or 'crossfit'")
         new = self.engine.factors(X, y, inputs=self._wanted(), outputs=False, rows_from=1)
         self.loss = self.loss.to(new.summed_loss) + new.summed_loss
         self._outputs.append(new.kept_outputs)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs, Keys, take
+from laplace_debias.data.weighted import check_unweighted
 from laplace_debias.debias.few_rows import few_rows_from, most_few_rows
 from laplace_debias.debias.options import ResolvedOptions
 from laplace_debias.kfac.engine import Engine
@@ -44,6 +45,7 @@ class PoolPass:
         Layers of so many inputs that ``n_input`` rows are few for them take rows of further data as
         well, as long as they are few: the pass that scores these data yields them anyway.
         """
+        check_unweighted(y, "sampling='curvature'", "sampling='uniform', or debias=True")
         K, seen = self.options.n_folds, sum(map(len, self.outputs))
         stop = max(0, min(len(y), self.options.n_input - seen))
         parts: list[tuple[slice, Tensor]] = []

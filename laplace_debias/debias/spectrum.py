@@ -9,25 +9,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from laplace.utils import KronDecomposed
 from torch import Tensor
 
 from laplace_debias.data.processes import Processes, together
+from laplace_debias.debias.eigen import check_finite, eigh_float64, eigh_rows
 from laplace_debias.kfac.factors import Block
-from laplace_debias.kfac.rotations import curvature_along
+from laplace_debias.kfac.few_rows import is_rows, scaled
+from laplace_debias.kfac.rotations import curvature_along, curvatures_of
 from laplace_debias.kfac.sums import shared_out
+from laplace_debias.kfac.thin import is_thin
+from laplace_debias.kfac.thin_kron import kron_decomposed
 
 __all__ = [
     "FitResult",
-    "check_finite",
     "curvature_along",
     "decompose",
     "eigenbasis",
-    "eigh_float64",
     "rebuild",
     "reevaluate",
     "same_output",
@@ -39,8 +40,9 @@ class FitResult:
     """What a fit leaves behind, in the precision it was computed in.
 
     Attributes:
-        Q: Eigenvectors of the directions' factors.
-        lam: Their eigenvalues on the same data, biased.
+        Q: Eigenvectors of the directions' factors, ``[d, d]``, or thin ones ``[d, r]`` of a factor
+            of few rows (:mod:`laplace_debias.kfac.thin`).
+        lam: Their eigenvalues on the same data, biased, ``[d]``.
         lam_tilde: Curvatures along ``Q`` that the posterior uses (``lam`` if nothing was
             re-evaluated).
         curvatures: Undecomposed factors of the curvatures' data, empty if there are none.
@@ -77,9 +79,7 @@ class FitResult:
         lam = [[values.to(dtype) for values in block] for block in self.lam_tilde]
         for i in (i for i, turn in enumerate(transposed) if turn):
             Q[i], lam[i] = Q[i][::-1], lam[i][::-1]
-        # laplace-torch holds lists of lists, and annotates them as if each were a tuple of one
-        blocks = cast("tuple[list[tuple[Tensor]], list[tuple[Tensor]]]", (Q, lam))
-        return KronDecomposed(*blocks, damping=damping)
+        return kron_decomposed(Q, lam, damping)
 
 
 def decompose(
@@ -95,8 +95,9 @@ def decompose(
         names: One name per block, for the error message.
 
     Returns:
-        Eigenvectors ``Q`` (columns, ``[d, d]``) and eigenvalues ``lam`` (``[d]``, ascending,
-        negative rounding errors clamped at 0), both in float64 and in the layout of ``factors``.
+        Eigenvectors ``Q`` (columns, ``[d, d]``; thin for factors of few rows) and eigenvalues
+        ``lam`` (``[d]``, ascending, negative rounding errors clamped at 0), both in float64 and in
+        the layout of ``factors``.
 
     Raises:
         ValueError: If a factor holds NaN or Inf, or LAPACK gives up on it; the message names the
@@ -143,26 +144,31 @@ def eigenbasis(
     """
     shared = [i > 0 and same_output(block, blocks[i - 1]) for i, block in enumerate(blocks)]
     jobs = [(i, f) for i, block in enumerate(blocks) for f in range(len(block))]
-    sizes = {(i, f): len(blocks[i][f]) for i, f in jobs}
+    sizes = {(i, f): blocks[i][f].shape for i, f in jobs}
     waiting: dict[tuple[int, int], Tensor] = {(i, f): blocks[i][f] for i, f in jobs}
     for block in blocks:
         block.clear()
     dtype = dtype or torch.float64
     own = [(i, f) for i, f in jobs if f or not shared[i]]
-    own.sort(key=lambda job: (-sizes[job], job))
-    ranks = dict(zip(own, shared_out([sizes[job] ** 3 for job in own], group), strict=True))
+    own.sort(key=lambda job: (-sizes[job].numel(), job))
+    costs = [max(1, min(sizes[job]) ** 2 * max(sizes[job])) for job in own]
+    ranks = dict(zip(own, shared_out(costs, group), strict=True))
     pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    devices: dict[tuple[int, int], torch.device] = {}  # of what other processes decompose
     with together("the eigendecompositions") if group is not None else nullcontext():
         for i, f in own:
             factor = waiting.pop((i, f))
             if group is not None and ranks[i, f] != group.rank:
-                pairs[i, f] = _to_receive(factor, dtype)
+                devices[i, f] = factor.device
                 continue
-            factor = factor if f or scale == 1 else factor * scale
-            values, vectors = eigh_float64(factor, names[i])
+            factor = factor if f or scale == 1 else scaled(factor, scale)
+            values, vectors = (eigh_rows if is_rows(factor) else eigh_float64)(factor, names[i])
             pairs[i, f] = vectors.to(dtype), values.clamp(min=0.0)
     if group is not None:
+        shapes = group.gather({job: tuple(Q_f.shape) for job, (Q_f, _) in pairs.items()})
         for job in own:
+            if job not in pairs:
+                pairs[job] = _to_receive(shapes[ranks[job]][job], dtype, devices[job])
             Q_f, values = (part.contiguous() for part in pairs[job])
             pairs[job] = group.broadcast_(Q_f, ranks[job]), group.broadcast_(values, ranks[job])
     for i, is_shared in enumerate(shared):
@@ -175,10 +181,12 @@ def eigenbasis(
     )
 
 
-def _to_receive(factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Room for the eigenvectors and eigenvalues that another process computes."""
-    d = len(factor)
-    return factor.new_empty(d, d, dtype=dtype), factor.new_empty(d, dtype=torch.float64)
+def _to_receive(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Room for the eigenvectors and eigenvalues that another process has computed."""
+    lam = torch.empty(shape[0], dtype=torch.float64, device=device)
+    return torch.empty(shape, dtype=dtype, device=device), lam
 
 
 def same_output(block: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
@@ -207,7 +215,7 @@ def reevaluate(
               \tilde\lambda_B = \mathrm{diag}(Q_B^\top D\, Q_B)
 
     Args:
-        Q: Orthonormal columns per factor, ``[d, d]``, from the directions' data.
+        Q: Orthonormal columns per factor, ``[d, d]`` or thin, from the directions' data.
         factors: Blocks ``[D, C]`` or ``[D]`` from the curvatures' data.
         names: One name per block, for the error message.
 
@@ -227,7 +235,7 @@ def reevaluate(
         values = []
         for Q_f, C in zip(vectors, block, strict=True):
             check_finite(C, name)
-            values.append(curvature_along(C, Q_f).clamp(min=0.0))
+            values.append(curvatures_of(C, Q_f))
         lam.append(values)
     return lam
 
@@ -236,7 +244,7 @@ def rebuild(Q: Sequence[Sequence[Tensor]], lam: Sequence[Sequence[Tensor]]) -> l
     r"""Dense factors :math:`Q \,\mathrm{diag}(\lambda)\, Q^\top` from their decomposition.
 
     Args:
-        Q: Eigenvectors per factor, ``[d, d]``.
+        Q: Eigenvectors per factor, ``[d, d]`` or thin.
         lam: Eigenvalues per factor, ``[d]``.
 
     Returns:
@@ -247,56 +255,16 @@ def rebuild(Q: Sequence[Sequence[Tensor]], lam: Sequence[Sequence[Tensor]]) -> l
         [1.0, 2.0]
     """
     return [
-        [
-            (Q_f.to(values.dtype) * values) @ Q_f.to(values.dtype).T
-            for Q_f, values in zip(vectors, block, strict=True)
-        ]
-        for vectors, block in zip(Q, lam, strict=True)
+        [_rebuilt(Q_f.to(values.dtype), values) for Q_f, values in zip(*pair, strict=True)]
+        for pair in zip(Q, lam, strict=True)
     ]
 
 
-def eigh_float64(factor: Tensor, name: str = "factor") -> tuple[Tensor, Tensor]:
-    """Eigendecomposition of a symmetric matrix in float64 that raises, and never ends the process.
-
-    Args:
-        factor: Symmetric matrix ``[d, d]``.
-        name: What it is called in errors.
-
-    Returns:
-        Eigenvalues ``[d]``, ascending, and eigenvectors ``[d, d]`` in columns, in float64.
-
-    Raises:
-        ValueError: If the matrix holds NaN or Inf, or LAPACK gives up on it.
-
-    Example:
-        >>> eigh_float64(torch.diag(torch.tensor([2.0, 1.0])))[0]
-        tensor([1., 2.], dtype=torch.float64)
-    """
-    check_finite(factor, name)
-    factor = factor.detach().to(torch.float64)
-    symmetric = (factor + factor.T) / 2
-    try:
-        if symmetric.device.type != "cpu":
-            values, vectors = torch.linalg.eigh(symmetric)
-            return values, vectors
-        # NumPy's LAPACK takes two thirds of the time of torch's.
-        lam, Q = np.linalg.eigh(symmetric.numpy())
-        return torch.from_numpy(lam), torch.from_numpy(Q)
-    except (torch.linalg.LinAlgError, np.linalg.LinAlgError) as error:
-        raise ValueError(
-            f"Expected the Kronecker factor {list(factor.shape)} of '{name}' to have an "
-            f"eigendecomposition, got: {error}. Remedy: check the scale of this layer's inputs "
-            "and gradients, or fit in float64 (`model.double()`)."
-        ) from error
-
-
-def check_finite(factor: Tensor, name: str) -> None:
-    """Raise where a factor holds NaN or Inf."""
-    if not torch.isfinite(factor).all():
-        bad = int((~torch.isfinite(factor)).sum())
-        raise ValueError(
-            f"Expected finite Kronecker factors, got {bad} NaN or Inf of {factor.numel()} entries "
-            f"in the factor {list(factor.shape)} of '{name}'. Remedy: look for NaN or Inf in the "
-            "network's weights and activations up to this layer, or fit in a wider dtype "
-            "(`model.float()`)."
-        )
+def _rebuilt(Q: Tensor, lam: Tensor) -> Tensor:
+    """``lam_0 (I - Q Q^T) + Q diag(lam) Q^T``."""
+    if not is_thin(Q):
+        return (Q * lam) @ Q.T
+    d, r = Q.shape
+    out = (Q * (lam[d - r :] - lam[0])) @ Q.T
+    out.diagonal().add_(lam[0])
+    return out

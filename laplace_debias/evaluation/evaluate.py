@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.processes import processes, together
 from laplace_debias.data.reading import read
+from laplace_debias.data.targets import IGNORED
+from laplace_debias.evaluation.counted import ignore_index_of
 from laplace_debias.evaluation.predictors import for_metrics, laplace_predictor, model_predictor
 from laplace_debias.evaluation.reports import CalibrationReport
 from laplace_debias.evaluation.streams import CalibrationMetrics, RegressionMetrics
@@ -52,6 +54,7 @@ def evaluate(
     n_samples: int = 100,
     sigma_noise: float = 1.0,
     n_bins: int = 15,
+    ignore_index: int = IGNORED,
     generator: torch.Generator | None = None,
     progress_bar: bool | None = None,
 ) -> CalibrationReport:
@@ -77,6 +80,8 @@ def evaluate(
         sigma_noise: Standard deviation of a plain regression model's observation noise. A Laplace
             approximation has its own.
         n_bins: Number of bins of the ECE.
+        ignore_index: The label of positions (tokens, pixels) that do not count, for a plain model;
+            a Laplace approximation has its own. ``n_data`` counts positions.
         generator: Makes sampled predictions reproducible. It is advanced by one draw.
         progress_bar: Show a progress bar; by default on a terminal, if it takes some seconds.
 
@@ -101,6 +106,7 @@ def evaluate(
         _check_laplace(predictor, likelihood)
         model, kind = predictor.model, likelihood_name(predictor.likelihood)
         device, key_y, noise = device_of(predictor), predictor.dict_key_y, noise_of(predictor)
+        ignore_index = ignore_index_of(predictor)
         predict = laplace_predictor(predictor, pred_type, link_approx, n_samples)
     elif isinstance(predictor, nn.Module):
         kind = likelihood_name(likelihood or "classification")
@@ -121,7 +127,7 @@ def evaluate(
         )
     metrics: CalibrationMetrics | RegressionMetrics
     if kind != "regression":
-        metrics = CalibrationMetrics(n_bins)
+        metrics = CalibrationMetrics(n_bins, ignore_index)
     else:
         metrics = RegressionMetrics(sigma_noise=noise)
     shapes: set[torch.Size] = set()
@@ -148,11 +154,11 @@ def evaluate(
                 _keeping(ood, "ood_loader", lambda: ood.n_ood),
             ):
                 shown["progress"] = "evaluate OOD"
-                for X, _ in read(
+                for X, labels in read(
                     ood_loader, device, key_y, labelled=False, name="ood_loader", **shown
                 ):
                     _check_shape(X, shapes)
-                    ood.update_ood(*predict(X))
+                    ood.update_ood(predict(X)[0], labels)
     return metrics.compute()
 
 

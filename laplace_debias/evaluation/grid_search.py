@@ -15,6 +15,7 @@ from torch import Tensor
 from laplace_debias.data.processes import counted, processes, together
 from laplace_debias.data.progress import bar
 from laplace_debias.data.reading import read
+from laplace_debias.evaluation.counted import ignore_index_of
 from laplace_debias.evaluation.predictors import (
     Predict,
     Update,
@@ -189,7 +190,8 @@ def _run_networks(
             la.prior_precision = delta
             n_data = 0
             for x, y in read(loader, device_of(la), la.dict_key_y, name="val_loader"):
-                prediction = predict(x)
-                update(i, *for_metrics(prediction, y, likelihood))
-                n_data += len(y)
+                rows, labels = for_metrics(predict(x), y, likelihood, ignore_index_of(la))
+                if len(labels):
+                    update(i, rows, labels)
+                n_data += len(y) if likelihood == "bernoulli" else len(labels)
     return counted(n_data)

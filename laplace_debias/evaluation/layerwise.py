@@ -167,6 +167,12 @@ def _moments(
             break
         n = min(room, size_of(x, key))
         f, moments = predictor.apart(take(x, slice(0, n), key), diagonal)
+        if f.ndim > 2 or likelihood_name(la.likelihood) == "bernoulli":
+            raise ValueError(
+                "Expected one class per datum, or a regression, for a prior precision per layer, "
+                f"got outputs of shape {list(f.shape)} with likelihood={la.likelihood!r}. Remedy: "
+                "a scalar prior precision."
+            )
         kept.append((f, moments * deltas, y[:n]))
         used += n * per_datum
     means, parts, targets = zip(*kept, strict=True)

@@ -1,7 +1,8 @@
 """Predictions of anything that can be evaluated, in one form.
 
-A prediction is ``(log-probabilities [n, C],)`` for classification and ``(mean [n, D],
-(co)variance)``, without observation noise, for regression.
+A prediction is ``(log-probabilities [n, C],)`` for classification, with positions
+``[n, *positions, C]``, and ``(mean [n, D], (co)variance)``, without observation noise, for
+regression.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from torch.nn.functional import logsigmoid
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.processes import counted, together
 from laplace_debias.data.reading import read
-from laplace_debias.data.targets import check_targets
+from laplace_debias.data.targets import IGNORED, check_targets
+from laplace_debias.evaluation.counted import counted_rows, ignore_index_of
 from laplace_debias.network.bernoulli import binary_labels
 from laplace_debias.network.calling import call_model
 from laplace_debias.network.loss import Likelihood, likelihood_name
+from laplace_debias.network.positions import classes_last
 from laplace_debias.network.upstream import device_of
 from laplace_debias.predictive.links import check_link
 from laplace_debias.predictive.predictions import (
@@ -76,7 +79,7 @@ def model_predictor(model: nn.Module, likelihood: Likelihood) -> Predict:
     def predict(X: Inputs) -> Prediction:
         output = call_model(model, X)
         if likelihood == "classification":
-            return (output.log_softmax(-1),)
+            return (classes_last(output).log_softmax(-1),)
         if likelihood == "bernoulli":
             return (logsigmoid(torch.stack([-output, output], dim=-1)),)
         return output, torch.zeros_like(output)
@@ -122,13 +125,15 @@ def laplace_predictor(
     if generator is not None:
         options["generator"] = generator
     regression = likelihood_name(la.likelihood) == "regression"
+    classes = likelihood_name(la.likelihood) == "classification"
     options["link_approx"] = "mc" if pred_type == "nn" else link_approx
     # preferences between pairs, not rewards of single inputs
     preferences: dict[str, Any] = {"fitting": True} if la.likelihood == "reward_modeling" else {}
 
     def predict(X: Inputs) -> Prediction:
         if isinstance(la, LogProbabilities) and not regression:
-            return (la.log_probabilities(X, **options),)
+            log_probs = la.log_probabilities(X, **options)
+            return (classes_last(log_probs) if classes else log_probs,)
         output: Any = la(cast(Any, X), **options, **preferences)
         if regression:
             mean, variance = output
@@ -139,7 +144,7 @@ def laplace_predictor(
 
 
 def for_metrics(
-    prediction: Prediction, y: Tensor, likelihood: Likelihood
+    prediction: Prediction, y: Tensor, likelihood: Likelihood, ignore_index: int = IGNORED
 ) -> tuple[Prediction, Tensor]:
     """A prediction and its targets as metrics take them, once they fit each other.
 
@@ -147,9 +152,11 @@ def for_metrics(
         prediction: What a predictor returned.
         y: The targets.
         likelihood: Of the outputs.
+        ignore_index: The label of positions that do not count.
 
     Returns:
-        The same; of labels (Bernoulli), every one as a datum of two classes.
+        The same; of positions (tokens, pixels) those that count, one after the other; of labels
+        (Bernoulli), every one as a datum of two classes.
 
     Raises:
         ValueError: If the targets do not fit.
@@ -161,8 +168,11 @@ def for_metrics(
         (torch.Size([12, 2]), torch.Size([12]))
     """
     if likelihood != "bernoulli":
-        check_targets(y, prediction[0].shape, likelihood)
-        return prediction, y
+        check_targets(y, prediction[0].shape, likelihood, ignore_index)
+        if likelihood == "regression":
+            return prediction, y
+        rows, labels = counted_rows(prediction[0], y, ignore_index)
+        return (rows,), labels
     (log_probs,) = prediction
     check_targets(y, log_probs.shape[:-1], likelihood)
     return (log_probs.flatten(0, -2),), binary_labels(y.flatten())
@@ -198,7 +208,7 @@ def run_sweep(
         progress_bar: Show a progress bar; by default on a terminal, if it takes some seconds.
 
     Returns:
-        The number of data.
+        The number of data, or of positions that count.
 
     Raises:
         ValueError: For an unknown link or method, or data that :func:`~laplace_debias.data.reading.
@@ -223,7 +233,11 @@ def run_sweep(
                 generator=generator,
                 logit_temperature=logit_temperature_of(la),
             )
+            n_rows = len(y)
             for i, prediction in enumerate(predictions):
-                update(i, *for_metrics(prediction, y, likelihood))
-            n_data += len(y)
+                rows, labels = for_metrics(prediction, y, likelihood, ignore_index_of(la))
+                n_rows = n_rows if likelihood == "bernoulli" else len(labels)
+                if len(labels):
+                    update(i, rows, labels)
+            n_data += n_rows
     return counted(n_data)

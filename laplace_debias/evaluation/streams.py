@@ -13,7 +13,8 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import CatMetric
 
 from laplace_debias.data.processes import processes, total
-from laplace_debias.data.targets import check_targets
+from laplace_debias.data.targets import IGNORED, check_targets
+from laplace_debias.evaluation.counted import counted_rows
 from laplace_debias.evaluation.metrics import (
     ECE,
     MeanOverData,
@@ -59,9 +60,10 @@ class CalibrationMetrics:
 
     Args:
         n_bins: Number of bins of the ECE and of both kinds of reliability bins.
+        ignore_index: The label of positions (tokens, pixels) that do not count.
 
     Attributes:
-        n_data: Number of in-distribution predictions added.
+        n_data: Number of in-distribution predictions added, each position one.
         n_ood: Number of out-of-distribution predictions added.
         n_classes: Number of classes, ``None`` before the first prediction.
 
@@ -76,12 +78,12 @@ class CalibrationMetrics:
         (1.0, 0.3125, 0.375)
     """
 
-    def __init__(self, n_bins: int = 15) -> None:
+    def __init__(self, n_bins: int = 15, ignore_index: int = IGNORED) -> None:
         """Start empty; the number of classes is learnt from the first mini-batch."""
         table = metric_table("classification", n_bins=n_bins)
         self._metrics: dict[str, Metric] = {name: make() for name, make in table.items()}
         self._entropies, self._ood_entropies = (CatMetric(nan_strategy="error") for _ in range(2))
-        self.n_bins = n_bins
+        self.n_bins, self.ignore_index = n_bins, ignore_index
         self.n_classes: int | None = None
         self.n_data = self.n_ood = 0
 
@@ -104,26 +106,31 @@ class CalibrationMetrics:
             )
         if len(checked) == 0:
             return
-        check_targets(labels, log_probs.shape, "classification")
-        labels = labels.detach().to(checked.device)
-        soft = labels.is_floating_point()
-        labels = labels.flatten(0, -2) if soft else labels.flatten().long()
+        check_targets(labels, log_probs.shape, "classification", self.ignore_index)
+        checked, labels = counted_rows(
+            checked.view(log_probs.shape), labels.detach(), self.ignore_index
+        )
+        if len(labels) == 0:
+            return
         self._start(checked)
         for metric in self._metrics.values():
             metric.update(checked, labels)
         self._entropies.update(predictive_entropy(checked))
         self.n_data += len(checked)
 
-    def update_ood(self, log_probs: Tensor) -> None:
+    def update_ood(self, log_probs: Tensor, labels: Tensor | None = None) -> None:
         """Add out-of-distribution predictions, whose labels do not matter.
 
         Args:
             log_probs: Log-probabilities of the classes, ``[N, C]`` or ``[N, ..., C]``.
+            labels: Class indices ``[N, ...]``, if any: they tell positions that do not count.
 
         Raises:
             ValueError: If they are not log-probabilities. Nothing was added then.
         """
         checked = self._checked(log_probs)
+        if labels is not None and log_probs.ndim > 2 and labels.shape == log_probs.shape[:-1]:
+            checked, _ = counted_rows(checked.view(log_probs.shape), labels, self.ignore_index)
         if len(checked) == 0:
             return
         self._start(checked)

@@ -75,10 +75,18 @@ class SweepResult(ExportedResult):
         best = min(finite, key=lambda i: sign * values[i])
         grid = self.prior_precisions
         if grid.ndim == 1 and len(grid) > 1 and grid[best] in (grid.min(), grid.max()):
-            side = "smaller" if grid[best] == grid.min() else "larger"
+            advice = "extend the grid to smaller values"
+            if grid[best] == grid.max():
+                advice = "extend the grid to larger values"
+                if self.link_approx is not None:  # a posterior can only soften
+                    advice += (
+                        "; if that does not help, the plain network is better than any of these "
+                        "posteriors: consider dividing the logits by a temperature below 1 "
+                        "(`la.logit_temperature`, which `la.tune` chooses)"
+                    )
             warnings.warn(
                 f"The best {metric!r} lies on the edge of the grid, at prior precision "
-                f"{grid[best].item():.6g}: extend the grid to {side} values.",
+                f"{grid[best].item():.6g}: {advice}.",
                 stacklevel=2,
             )
         return best

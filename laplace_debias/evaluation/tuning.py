@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from laplace.baselaplace import KronLaplace
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from laplace_debias.data.reading import read
-from laplace_debias.data.targets import check_targets
+from laplace_debias.evaluation.counted import ignore_index_of
 from laplace_debias.evaluation.layerwise import layerwise_trial
+from laplace_debias.evaluation.predictors import for_metrics
 from laplace_debias.evaluation.sweep import default_grid
 from laplace_debias.evaluation.table import fresh_metrics
 from laplace_debias.evaluation.tuning_result import LayerwiseTrial, TuningResult
@@ -27,10 +29,11 @@ from laplace_debias.network.upstream import device_of
 from laplace_debias.predictive.eigenblocks import PriorPrecisions, check_fitted
 from laplace_debias.predictive.links import (
     check_link,
-    class_log_probabilities,
+    label_log_probabilities,
     needs_diagonal_only,
+    position_log_probabilities,
 )
-from laplace_debias.predictive.predictions import Prediction
+from laplace_debias.predictive.predictions import Prediction, check_method, moments_by
 from laplace_debias.predictive.predictor import StructuredPredictor
 
 __all__ = ["LayerwiseTrial", "TuningResult", "check_logit_temperature", "tune"]
@@ -137,24 +140,33 @@ def tune(
             f"Expected an objective that says whether large or small values are better, got "
             f"{objective!r}. Remedy: 'nll'."
         )
-    diagonal = needs_diagonal_only(link_approx) and not regression
+    labels = likelihood == "bernoulli"
+    diagonal = labels or (needs_diagonal_only(link_approx) and not regression)
     generator = torch.Generator(deltas.device).manual_seed(seed)
-    n_data = 0
+    method, ignored = str(getattr(la, "predictive_method", "auto")), ignore_index_of(la)
+    check_method(method)
+    n_data, apart = 0, not labels
     shown: dict[str, Any] = {"progress": "tune", "progress_bar": progress_bar}
     with torch.no_grad():
         for x, y in read(val_loader, device_of(la), la.dict_key_y, name="val_loader", **shown):
-            result = predictor(x, diagonal)
+            way = predictor.chosen_method(x, n_samples, diagonal) if method == "auto" else method
+            result = moments_by(predictor, x, way, n_samples, generator, diagonal)
             covariance = result.covariance if predictor.many else result.covariance[None]
             covariance = torch.cat([covariance, torch.zeros_like(covariance[:1])])  # plain
-            check_targets(y, result.mean.shape, likelihood)
+            # positions of a datum are no data that could judge what others chose
+            apart &= way == "exact" and result.mean.ndim == 2
+            n_rows = len(y)
             state = generator.get_state()
             for j, T in enumerate(Ts):
                 generator.set_state(state)
                 links = (link_approx, diagonal, n_samples, generator)
-                predictions = _predictions(result.mean, covariance, T, regression, *links)
+                predictions = _predictions(result.mean, covariance, T, likelihood, *links)
                 for i, prediction in enumerate(predictions):
-                    copies[i * len(Ts) + j].update(*prediction, y)
-            n_data += len(y)
+                    rows, targets = for_metrics(prediction, y, likelihood, ignored)
+                    n_rows = n_rows if labels else len(targets)
+                    if len(targets):
+                        copies[i * len(Ts) + j].update(*rows, targets)
+            n_data += n_rows
     flat = [float(metric.compute()) for metric in copies]
     values = [tuple(flat[i : i + len(Ts)]) for i in range(0, len(flat), len(Ts))]
     found = TuningResult(
@@ -170,7 +182,7 @@ def tune(
     for text in found.warnings():
         warnings.warn(text, stacklevel=3)
     differentiable = objective == "nll" and (regression or link_approx == "probit")
-    if not layerwise or not differentiable or deltas.shape[1] < 2:
+    if not layerwise or not differentiable or not apart or deltas.shape[1] < 2:
         return found
     i, j = found.best_index
     trial = layerwise_trial(la, val_loader, float(deltas[i, 0]), Ts[j], progress_bar=progress_bar)
@@ -200,21 +212,22 @@ def _predictions(
     mean: Tensor,
     covariance: Tensor,
     T: float,
-    regression: bool,
+    likelihood: str,
     link_approx: str,
     diagonal: bool,
     n_samples: int,
     generator: torch.Generator,
 ) -> list[Prediction]:
     """Predictions for every covariance; the last one's is zero, which not every link can take."""
-    if regression:
+    if likelihood == "regression":
         return [(mean, one) for one in covariance]
-    log_probs = class_log_probabilities(
-        mean / T,
-        covariance[:-1] / T**2,
-        link_approx,
-        diagonal=diagonal,
-        n_samples=n_samples,
-        generator=generator,
-    )
-    return [*((one,) for one in log_probs), ((mean / T).log_softmax(-1),)]
+    options: dict[str, Any] = {"n_samples": n_samples, "generator": generator}
+    f, covariance = mean / T, covariance[:-1] / T**2
+    if likelihood == "bernoulli":
+        log_probs = label_log_probabilities(f, covariance, link_approx, **options)
+        plain = logsigmoid(torch.stack([-f, f], dim=-1))
+    else:
+        options["diagonal"] = diagonal
+        log_probs = position_log_probabilities(f, covariance, link_approx, **options)
+        plain = f.log_softmax(-1)
+    return [*((one,) for one in log_probs), (plain,)]

@@ -25,10 +25,13 @@ from laplace_debias.evaluation.metrics import predictive_entropy
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.upstream import device_of
 from laplace_debias.predictive.links import mean_log_probabilities, root
-from laplace_debias.predictive.predictions import logit_temperature_of
+from laplace_debias.predictive.predictions import logit_temperature_of, moments_by
 from laplace_debias.predictive.predictor import StructuredPredictor
 
 __all__ = ["Uncertainty", "mutual_information", "uncertainty"]
+
+MOST_NUMBERS = 2**24
+"""Most sampled logits that are held at once."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,10 @@ class Uncertainty:
     """Predictive uncertainty of every datum, in nats (classification) or as variances.
 
     Attributes:
-        total: Entropy of the mean prediction, or predictive variance (mean over outputs), ``[n]``.
+        total: Entropy of the mean prediction, or predictive variance (mean over outputs), ``[n]``;
+            with positions (tokens, pixels) of each, ``[n, *positions]``.
         epistemic: What more training data would remove: mutual information, or the variance of the
-            functions, ``[n]``.
+            functions, in the same shape.
     """
 
     total: Tensor
@@ -98,7 +102,11 @@ def uncertainty(
         progress_bar: Show a progress bar; by default on a terminal, if it takes some seconds.
 
     Returns:
-        Total and epistemic uncertainty of every datum.
+        Total and epistemic uncertainty of every datum, or of each of its positions, whose number
+        has to be the same in all mini-batches then.
+
+    Raises:
+        ValueError: For labels (``likelihood="bernoulli"``).
 
     Example:
         >>> from laplace_debias import Laplace
@@ -108,25 +116,40 @@ def uncertainty(
         >>> uncertainty(la, batch).total.shape
         torch.Size([8])
     """
+    if likelihood_name(la.likelihood) == "bernoulli":
+        raise ValueError(
+            "Expected a classification or a regression, got likelihood='bernoulli'. Remedy: the "
+            "entropy of each label follows from `la(x)`."
+        )
     predictor = StructuredPredictor(la, keep_graph=False)
     regression = likelihood_name(la.likelihood) == "regression"
     generator = torch.Generator(device_of(la)).manual_seed(seed)
     T, found = logit_temperature_of(la), []
+    way = str(getattr(la, "predictive_method", "auto"))
     batches = read(
         loader, device_of(la), la.dict_key_y, labelled=False,
         progress="uncertainty", progress_bar=progress_bar,
     )  # fmt: skip
     with torch.no_grad():
         for x, _ in batches:
-            result = predictor(x, diagonal_output=regression)
+            result = moments_by(predictor, x, way, n_samples, generator, regression)
             mean, covariance = result.mean, result.covariance
             if regression:
                 noise = torch.as_tensor(la.sigma_noise).to(mean).square().expand(mean.shape[-1])
                 found.append(((covariance + noise).mean(-1), covariance.mean(-1)))
                 continue
-            shape = (n_samples, *mean.shape)
-            eps = torch.randn(shape, generator=generator, dtype=mean.dtype, device=mean.device)
-            drawn = mean + torch.einsum("ncd,snd->snc", root(covariance), eps)
-            found.append(mutual_information(drawn / T))
+            rows, blocks = mean.flatten(0, -2), covariance.flatten(0, -3)  # data or positions
+            size = max(1, MOST_NUMBERS // (n_samples * rows.shape[-1]))
+            parts = []
+            for at in range(0, len(rows), size):
+                few, L = rows[at : at + size], root(blocks[at : at + size])
+                shape = (n_samples, *few.shape)
+                eps = torch.randn(shape, generator=generator, dtype=mean.dtype, device=mean.device)
+                drawn = few + torch.einsum("ncd,snd->snc", L, eps)
+                parts.append(mutual_information(drawn / T))
+            total, epistemic = (
+                torch.cat(p).view(mean.shape[:-1]) for p in zip(*parts, strict=True)
+            )
+            found.append((total, epistemic))
     totals, epistemics = zip(*found, strict=True)
     return Uncertainty(torch.cat(totals), torch.cat(epistemics))

@@ -18,6 +18,7 @@ import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +26,16 @@ from torch import Tensor, nn
 from laplace_debias.data.datum_keys import datum_keys
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.targets import check_targets
+from laplace_debias.data.weighted import WeightedTargets, apart
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Block, Factors
+from laplace_debias.kfac.few_rows import added
 from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox
 from laplace_debias.kfac.norms import NormGram
+from laplace_debias.kfac.originals import OriginalGram
 from laplace_debias.kfac.rotations import (
     RotatedInputs,
-    curvature_along,
+    curvatures_of,
     input_gram,
     output_grams,
 )
@@ -55,6 +59,14 @@ from laplace_debias.network.loss import (
 )
 from laplace_debias.network.objective import Objective
 from laplace_debias.network.ownership import OwnedParameter, owned_parameters
+from laplace_debias.network.positions import (
+    as_outputs,
+    check_positions,
+    classes_last,
+    n_exact_vectors,
+    position_vectors,
+    weights_of_positions,
+)
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder, check_outputs
 
@@ -140,7 +152,7 @@ class Engine:
     def factors(
         self,
         X: Inputs,
-        y: Tensor | None = None,
+        targets: Tensor | WeightedTargets | None = None,
         weights: Tensor | None = None,
         *,
         inputs: bool | Container[str] = True,
@@ -148,13 +160,14 @@ class Engine:
         rows_from: float = math.inf,
         count_rows: bool = False,
         along: Sequence[Block] | None = None,
+        few_rows: bool = False,
     ) -> Factors:
         """Factors of one mini-batch; the network is left as found.
 
         Args:
             X: Inputs of n data, a tensor or a mapping that the model takes as its one argument.
-            y: Targets, ``[n]`` class indices or ``[n, C]`` values. Needed for the loss and for the
-                empirical Fisher.
+            targets: ``[n]`` class indices or ``[n, C]`` values, with sample weights or without.
+                Needed for the loss and for the empirical Fisher.
             weights: Non-negative weight ``[n]`` of each datum in B and in the loss; 1 by default.
             inputs: Whether to compute A, or the names of the weights that get one.
             outputs: Whether to compute B, which takes backward passes. Without, the network's
@@ -165,6 +178,8 @@ class Engine:
                 per datum: for mini-batches of few data.
             along: Eigenvectors of every block. Each factor is then given by its curvatures along
                 them, ``diag(Q^T B Q)``, ``[d]`` in float64, and never formed itself.
+            few_rows: Whether factors of few rows are given by these, see
+                :mod:`laplace_debias.kfac.few_rows`.
 
         Returns:
             The factors, in at least single precision.
@@ -173,12 +188,15 @@ class Engine:
             ValueError: If the forward pass never uses a layer, or if the shapes of outputs, targets
                 or weights do not fit.
         """
-        weights_only = [p for p in self.owned if p.role == "weight" and not p.scales]
+        y, own = apart(targets)
+        if own is not None:
+            weights = own if weights is None else own * weights
+        weights_only = [p for p in self.owned if p.role == "weight" and not p.has_one_factor]
         if not isinstance(inputs, bool):
             weights_only, inputs = [p for p in weights_only if p.name in inputs], True
         Q = dict(zip(self.names, along or (), strict=along is not None))
         grams = {
-            p.name: input_gram(self.kfac_approx, p.name, Q.get(p.name))
+            p.name: input_gram(self.kfac_approx, p.name, Q.get(p.name), few_rows)
             for p in weights_only
             if inputs
         }
@@ -189,9 +207,11 @@ class Engine:
         scaled = {
             layer for p in self.owned if p.scales and p.role == "weight" for layer in p.layers
         }
+        behind = {p.layers[0] for p in self.owned if p.original is not None and p.role == "weight"}
         rows: dict[nn.Module, list[Tensor]] = {}
+        seen: dict[nn.Module, list[tuple[nn.Module, Tensor]]] = {}  # inputs of parametrised layers
         x_hats: dict[nn.Module, list[Tensor]] = {}  # what normalisations scaled, call by call
-        reduce = self.kfac_approx == "reduce"
+        to_last = self.kfac_approx == "reduce"
         count_B = [RowCounter(p.name) for p in self.owned if count_rows and outputs]
         count_A = {p.name: RowCounter(p.name) for p in weights_only if count_rows and inputs}
 
@@ -201,9 +221,11 @@ class Engine:
                     gram.add(geometry, a)
                     if count_rows:
                         new = input_rows(geometry, a, self.kfac_approx)
-                        count_A[gram.name].add(new, to_last=reduce)
+                        count_A[gram.name].add(new, to_last=to_last)
             if outputs and layer in scaled and is_norm(layer):
                 x_hats.setdefault(layer, []).append(normalised(layer, a))
+            if outputs and layer in behind:
+                seen.setdefault(layer, []).append((geometry, a.detach()))
             if has_rows_last(layer) and n_in(layer) >= rows_from:
                 kept = a.to(torch.promote_types(a.dtype, torch.float32), copy=True)
                 rows.setdefault(layer, []).append(kept)
@@ -213,12 +235,14 @@ class Engine:
             x = X if self.embed is None else self.embed(X)
             with torch.set_grad_enabled(outputs), recorder.recording():
                 f = check_outputs(call_model(self.root, x))
-            n, C = f.shape
+            check_positions(f, self.likelihood, self.fisher)
+            white = classes_last(f.detach())  # [n, *positions, C]
+            n, C = len(white), white.shape[-1]
             self._check_first(f.detach())
             self.check_called(recorder, outputs)
-            white = f.detach()
+            weights = weights_of_positions(white, weights)
             if y is not None:
-                check_targets(y, f.shape, self.likelihood)
+                check_targets(y, white.shape, self.likelihood, self.objective.ignore_index)
                 if self.likelihood == "classification":
                     y, counted = self.objective.targets(y, C)
                     if counted is not None:
@@ -227,7 +251,9 @@ class Engine:
                     white, y = self.objective.whitened(white), self.objective.whitened(y)
             n_vectors, B = 0, dict[str, Tensor]()
             if outputs:
-                n_vectors, B = self._outputs(f, X, y, weights, recorder, count_B, x_hats, Q)
+                n_vectors, B = self._outputs(
+                    f, X, y, weights, recorder, count_B, x_hats, seen, Q, few_rows
+                )
         self.cost.forward += n
         self.cost.backward += n * n_vectors
         return Factors(
@@ -237,18 +263,18 @@ class Engine:
             n,
             C,
             weight=n,
-            loss=None if y is None else loss_sum(white, y, self.likelihood, weights),
+            loss=None if y is None else self._loss(white, y, weights),
             forward=n,
             backward=n * n_vectors,
             outputs=None if outputs else f,
             rows=tuple(
                 _one_row_each([r for layer in p.layers for r in rows.get(layer, [])], n)
-                if p.role == "weight"
+                if p.role == "weight" and not p.has_one_factor
                 else None
                 for p in self.owned
             ),
             at_output=tuple(
-                not p.scales
+                not p.has_one_factor
                 and len(p.layers) == 1
                 and len(recorder.calls[p.layers[0]]) == 1
                 and recorder.calls[p.layers[0]][0].is_output(f)
@@ -268,6 +294,12 @@ class Engine:
             if count_rows
             else (),
         )
+
+    def _loss(self, f: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
+        """Sum over data, and over the positions that count, at outputs ``[n, *positions, C]``."""
+        if f.ndim > 2:
+            f, y = f.flatten(0, -2), y.flatten(0, f.ndim - 2)
+        return loss_sum(f, y, self.likelihood, None if weights is None else weights.reshape(-1))
 
     def datum_weights(self, y: Tensor, C: int) -> Tensor | None:
         """How much each datum counts in the loss by its target, ``[n]``; ``None`` if all count one.
@@ -301,22 +333,30 @@ class Engine:
 
     def _backward_vectors(
         self, X: Inputs, f: Tensor, y: Tensor | None, weights: Tensor | None
-    ) -> Tensor:
-        """V, ``[k, n, C]``, drawn from the generator or keyed by the data."""
+    ) -> tuple[int, Iterable[Tensor]]:
+        """Number of vectors, and these, in the shape of f; drawn or keyed by the data."""
 
         def vectors(at: slice, generator: torch.Generator | None) -> Tensor:
             targets, shares = (t if t is None else t[at] for t in (y, weights))
+            if f.ndim > 2:
+                drawn = position_vectors(classes_last(f[at]), "mc", generator, shares, self.sampler)
+                return torch.stack([as_outputs(v) for v in drawn])
             options = (self.likelihood, self.fisher, generator, shares, self.sampler)
             white = self.objective.whitened(f[at])
             return self.objective.whitened(backward_vectors(white, targets, *options))
 
+        if f.ndim > 2 and self.fisher == "exact":  # one position after the other
+            exact = position_vectors(classes_last(f), "exact", weights=weights)
+            return n_exact_vectors(classes_last(f), weights), map(as_outputs, exact)
         if self.draw_seed is None or self.fisher != "mc":
-            return vectors(slice(None), self.generator)
+            V = vectors(slice(None), self.generator)
+            return len(V), V
         parts = []
         for i, key in enumerate(datum_keys(X, len(f), self.draw_seed)):
             own = torch.Generator(f.device).manual_seed(key)
             parts.append(vectors(slice(i, i + 1), own))
-        return torch.cat(parts, dim=1)
+        V = torch.cat(parts, dim=1)
+        return len(V), V
 
     def _outputs(
         self,
@@ -327,34 +367,43 @@ class Engine:
         recorder: Recorder,
         counters: list[RowCounter],
         x_hats: dict[nn.Module, list[Tensor]],
+        seen: dict[nn.Module, list[tuple[nn.Module, Tensor]]],
         Q: Mapping[str, Block],
+        few_rows: bool,
     ) -> tuple[int, dict[str, Tensor]]:
         """The number of backward vectors, and B of every parameter, or what it is along Q."""
         known: dict[nn.Module, Tensor] = {}
         if self._knows_hessian and not counters:  # at the output B needs no backward pass
+            behind = {p.layers[0] for p in self.owned if p.original is not None}
             ends = [
                 x
                 for x in self.layers
-                if is_kfac_layer(x) and [c.is_output(f) for c in recorder.calls[x]] == [True]
+                if is_kfac_layer(x)
+                and x not in behind
+                and [c.is_output(f) for c in recorder.calls[x]] == [True]
             ]
             if ends:
-                H = len(f) * mean_loss_hessian(f.detach(), self.likelihood, weights)
+                rows = classes_last(f.detach()).flatten(0, -2)  # [n * positions, C]
+                shares = None if weights is None else weights.reshape(-1)
+                H = len(rows) * mean_loss_hessian(rows, self.likelihood, shares)
                 known = dict.fromkeys(ends, H.to(torch.promote_types(f.dtype, torch.float32)))
 
         def along(M: Tensor, name: str) -> Tensor:
-            return curvature_along(M, Q[name][0].double()).clamp(min=0) if Q else M
+            return curvatures_of(M, Q[name][0]) if Q else M
 
         layers = [layer for layer in self.layers if layer not in known]
         if not layers:
             return 0, {
                 p.name: _total([along(known[m], p.name) for m in p.layers]) for p in self.owned
             }
-        self._choose_fisher(f.shape[1])
-        V = self._backward_vectors(X, f.detach(), y, weights)  # [k, n, C]
-        owned = [p for p in self.owned if not p.scales]
-        names = {m: self._layer_names[m] for m in layers if is_kfac_layer(m)}
-        grams = output_grams(owned, f, self.kfac_approx, names, Q)
-        scales = {p.name: NormGram(p, f) for p in self.owned if p.scales}
+        self._choose_fisher(f)
+        n_vectors, V = self._backward_vectors(X, f.detach(), y, weights)
+        owned = [p for p in self.owned if not p.has_one_factor]
+        with_factors = {layer for p in owned for layer in p.layers}
+        names = {m: self._layer_names[m] for m in layers if is_kfac_layer(m) and m in with_factors}
+        grams = output_grams(owned, f, self.kfac_approx, names, Q, few_rows)
+        scales = {p.name: NormGram(p, f, few_rows or bool(Q)) for p in self.owned if p.scales}
+        originals = {p.name: OriginalGram(p, f) for p in self.owned if p.original is not None}
         calls = [call for layer in layers for call in recorder.calls[layer]]
         edges = [call.edge for call in calls if call.edge is not None]  # all, see check_called
         for k, v in enumerate(V):
@@ -362,7 +411,7 @@ class Engine:
                 f,
                 edges,
                 v,
-                retain_graph=k + 1 < len(V),
+                retain_graph=k + 1 < n_vectors,
                 allow_unused=True,  # None: the output does not depend on the layer
             )
             found: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self.layers}
@@ -375,6 +424,8 @@ class Engine:
                 for gram in {id(gram): gram for gram in per_basis.values()}.values():
                     gram.add(found[layer], len(f))
             summed = {name: gram.add(of_call, x_hats, len(f)) for name, gram in scales.items()}
+            for name, original in originals.items():
+                summed[name] = original.add(of_call, seen, len(f))
             for p, counter in zip(self.owned, counters, strict=False):  # none, or one each
                 parts = [
                     output_rows(layer, g, self.kfac_approx)
@@ -400,9 +451,9 @@ class Engine:
             )
             for p in owned
         }
-        for name, scale in scales.items():
-            B[name] = along(scale.result(), name)
-        return len(V), B
+        for name, whole in (scales | originals).items():
+            B[name] = along(whole.result(), name)
+        return n_vectors, B
 
     def _check_first(self, f: Tensor) -> None:
         """Raise if the very first datum's output is another one in its mini-batch."""
@@ -422,13 +473,16 @@ class Engine:
             return False
         return self.fisher == "exact" or (self.fisher == "mc" and self.sampler == "trace")
 
-    def _choose_fisher(self, C: int) -> None:
+    def _choose_fisher(self, f: Tensor) -> None:
         """Take one random vector per datum where exact ones would be too many."""
-        if self.fisher != "exact" or C <= self.exact_up_to:
+        p = classes_last(f)
+        positions = p.ndim > 2 and math.isfinite(self.exact_up_to)
+        if self.fisher != "exact" or not (positions or p.shape[-1] > self.exact_up_to):
             return
+        what = f"{p[0, ..., 0].numel()} positions" if p.ndim > 2 else f"{p.shape[-1]} outputs"
         warnings.warn(
-            f"The output Hessians of {C} outputs are sampled, one backward pass per datum instead "
-            f"of {C - 1}: fisher='mc'. Pass fisher='exact' for all of them.",
+            f"The output Hessians of {what} are sampled, one backward pass per datum instead of "
+            f"{n_exact_vectors(p)}: fisher='mc'. Pass fisher='exact' for all of them.",
             stacklevel=2,
         )
         self.fisher = "mc"
@@ -516,7 +570,7 @@ def kfac_factors(
 
 def _total(parts: list[Tensor]) -> Tensor:
     """Sum of the output factors of the layers that share a parameter."""
-    return sum(parts[1:], parts[0])
+    return reduce(added, parts)
 
 
 def _one_row_each(calls: list[Tensor], n: int) -> Tensor | None:

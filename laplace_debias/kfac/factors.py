@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.kfac.counts import RowCount
+from laplace_debias.kfac.few_rows import added, averaged, scaled
 
 __all__ = ["Block", "Factors", "merge"]
 
@@ -52,6 +53,8 @@ class Factors:
         names: Name of each parameter, in the order of ``model.parameters()``.
         B: Output factor of each parameter, a sum over data; ``None`` if it was not computed.
         A: Input factor of each weight, a mean over data; ``None`` for a bias, or if not computed.
+            A factor is a matrix ``[d, d]``, or where that was asked for its few rows ``[r, d]``
+            (:mod:`laplace_debias.kfac.few_rows`), or curvatures ``[d]`` along a basis.
         n: Number of data.
         n_outputs: Number C of outputs of the network.
         weight: Number of data that ``B`` stands for: n, or for weighted data what the weights say.
@@ -146,15 +149,21 @@ class Factors:
 
     @property
     def kept_outputs(self) -> Tensor:
-        """The network's outputs ``[n, C]``.
+        """The network's outputs ``[n, C]``, by which data are drawn.
 
         Raises:
-            ValueError: If they were not kept.
+            ValueError: If they were not kept, or have positions.
         """
         if self.outputs is None:
             raise ValueError(
                 "Expected factors with the network's outputs, got some with output factors in "
                 "their stead. Remedy: compute them with `outputs=False`."
+            )
+        if self.outputs.ndim > 2:
+            raise ValueError(
+                "Expected outputs [n, C] to draw data by their curvature, as debias='auto' and "
+                f"sampling='curvature' do, got {list(self.outputs.shape)}: positions (tokens, "
+                "pixels). Remedy: debias=True, 'single', or 'crossfit' with sampling='uniform'."
             )
         return self.outputs
 
@@ -172,7 +181,7 @@ class Factors:
             >>> factors.scaled_to(50)[0][0].trace()
             tensor(20.)
         """
-        return [[block[0] * (n_data / self.weight), *block[1:]] for block in self.blocks]
+        return [[scaled(block[0], n_data / self.weight), *block[1:]] for block in self.blocks]
 
     def with_inputs(self, other: Factors) -> Factors:
         """The same output factors with the input factors of other data (more of them, say).
@@ -207,9 +216,9 @@ class Factors:
         shares = [b / max(a + b, 1) for a, b in zip(ours, theirs, strict=True)]
         return Factors(
             self.names,
-            tuple(_both(one, two, torch.add) for one, two in zip(self.B, other.B, strict=True)),
+            tuple(_both(one, two, added) for one, two in zip(self.B, other.B, strict=True)),
             tuple(
-                None if one is None or two is None else one.lerp(two, share)
+                None if one is None or two is None else averaged(one, two, share)
                 for one, two, share in zip(self.A, other.A, shares, strict=True)
             ),
             self.n + other.n,

@@ -22,6 +22,7 @@ groups before the outer product, and keep one B for all output channels together
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from math import prod
 from typing import Literal
 
@@ -29,7 +30,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from laplace_debias.kfac.few_rows import RowSum, added, are_few, scaled
 from laplace_debias.kfac.shifts import saves_work, shifted_gram
+from laplace_debias.kfac.symmetric import add_gram_, mirror_
 from laplace_debias.network.layers import KFACLayer, has_rows_last, n_out
 from laplace_debias.network.unfold import (
     conv_image,
@@ -44,11 +47,9 @@ __all__ = [
     "InputGram",
     "KFACApprox",
     "OutputGram",
-    "add_gram_",
     "check_datum",
     "gradient_rows",
     "input_mean",
-    "mirror_",
 ]
 
 KFACApprox = Literal["expand", "reduce", "backpack"]
@@ -58,72 +59,19 @@ KFAC_APPROXES: tuple[KFACApprox, ...] = ("expand", "reduce", "backpack")
 # An unfolded convolution input is copied in slices of about this size, so that memory stays
 # bounded.
 _SLICE_BYTES = 2**26
-# Above this dimension a Gram matrix is built in halves, which skips its redundant upper triangle.
-_HALVE_ABOVE = 384
 
 
-def add_gram_(out: Tensor, rows: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> None:
-    """Set the lower triangle of ``out`` to ``beta * out + alpha * rows^T rows``.
-
-    The matrix is split into halves recursively: the two diagonal blocks, and the block below them.
-    Large Gram matrices so cost little more than half of the full product. Above the diagonal
-    ``out`` is undefined until ``mirror_``.
-
-    Args:
-        out: Square matrix ``[d, d]``, changed in place.
-        rows: Matrix ``[r, d]``, of any strides.
-        alpha: Factor of the product.
-        beta: Factor of what was there before; with 0 it may be uninitialised.
-
-    Example:
-        >>> rows, out = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.empty(2, 2)
-        >>> add_gram_(out, rows, alpha=0.5, beta=0.0)
-        >>> out.tril()
-        tensor([[ 5.,  0.], [ 7., 10.]])
-    """
-    d = rows.shape[1]
-    if d <= _HALVE_ABOVE:
-        out.addmm_(rows.T, rows, alpha=alpha, beta=beta)
-        return
-    h = d // 2
-    add_gram_(out[:h, :h], rows[:, :h], alpha=alpha, beta=beta)
-    add_gram_(out[h:, h:], rows[:, h:], alpha=alpha, beta=beta)
-    out[h:, :h].addmm_(rows[:, h:].T, rows[:, :h], alpha=alpha, beta=beta)
-
-
-def mirror_(out: Tensor) -> Tensor:
-    """Complete in place what ``add_gram_`` has built, block by block.
-
-    Args:
-        out: Square matrix ``[d, d]`` from ``add_gram_``.
-
-    Returns:
-        The same matrix, symmetric.
-
-    Example:
-        >>> out = torch.empty(500, 500)
-        >>> add_gram_(out, torch.ones(2, 500), beta=0.0)
-        >>> bool((mirror_(out) == 2).all())
-        True
-    """
-    d = len(out)
-    if d > _HALVE_ABOVE:
-        h = d // 2
-        mirror_(out[:h, :h])
-        mirror_(out[h:, h:])
-        out[:h, h:] = out[h:, :h].T
-    return out
-
-
-def input_mean(layer: KFACLayer, x: Tensor) -> tuple[Tensor, int]:
+def input_mean(layer: KFACLayer, x: Tensor, few: bool = False) -> tuple[Tensor, int]:
     """Mean over data and positions of ``a a^T`` of a layer's input rows, and the number of rows.
 
     Args:
         layer: ``Linear``, ``Conv1d``, ``Conv2d`` or ``Conv3d``.
         x: The layer's input: ``[n, ..., d_in]``, or ``[n, C_in, *spatial]``.
+        few: Whether to keep rows as such where they are few.
 
     Returns:
-        A, ``[d_in, d_in]``, in at least single precision, and the number of rows.
+        A, ``[d_in, d_in]``, in at least single precision, or its rows ``[r, d_in]`` (see
+        :mod:`laplace_debias.kfac.few_rows`), and the number of rows.
 
     Example:
         >>> input_mean(torch.nn.Linear(2, 1), 2 * torch.ones(2, 4, 2))
@@ -132,13 +80,13 @@ def input_mean(layer: KFACLayer, x: Tensor) -> tuple[Tensor, int]:
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if has_rows_last(layer):
         rows = x.reshape(-1, x.shape[-1])
-        out = rows.new_empty(rows.shape[1], rows.shape[1])
-        add_gram_(out, rows, alpha=1 / len(rows), beta=0.0)
-        return mirror_(out), len(rows)
+        return _gram(rows, 1 / len(rows), few), len(rows)
 
     x, pads = conv_image(layer, x)
     shape = layer.kernel_size, layer.dilation, pads, layer.stride
     n_rows = len(x) * prod(map(n_positions, x.shape[2:], *shape))
+    if few and are_few(n_rows, x.shape[1] * prod(layer.kernel_size)):
+        return scaled(torch.cat(list(unfolded(layer, x, pads, _SLICE_BYTES))), 1 / n_rows), n_rows
     if saves_work(x, *shape):
         return shifted_gram(x, *shape, slice_bytes=_SLICE_BYTES).div_(n_rows), n_rows
 
@@ -146,6 +94,15 @@ def input_mean(layer: KFACLayer, x: Tensor) -> tuple[Tensor, int]:
     for rows in unfolded(layer, x, pads, _SLICE_BYTES):
         add_gram_(out, rows, alpha=1 / n_rows)
     return mirror_(out), n_rows
+
+
+def _gram(rows: Tensor, scale: float, few: bool) -> Tensor:
+    """``scale * rows^T rows``, or the rows themselves where they are few."""
+    if few and are_few(*rows.shape):
+        return scaled(rows, scale)
+    out = rows.new_empty(rows.shape[1], rows.shape[1])
+    add_gram_(out, rows, alpha=scale, beta=0.0)
+    return mirror_(out)
 
 
 def gradient_rows(layer: KFACLayer, g: Tensor) -> Tensor:
@@ -173,6 +130,7 @@ class InputGram:
     Args:
         approx: How positions are summed.
         name: What the weight is called in errors.
+        few: Whether to keep rows as such where they are few.
 
     Example:
         >>> gram, layer = InputGram("backpack"), torch.nn.Linear(1, 1)
@@ -181,8 +139,10 @@ class InputGram:
         tensor([[4.]])
     """
 
-    def __init__(self, approx: KFACApprox = "expand", name: str = "weight") -> None:
-        self.approx, self.name = approx, name
+    def __init__(
+        self, approx: KFACApprox = "expand", name: str = "weight", few: bool = False
+    ) -> None:
+        self.approx, self.name, self.few = approx, name, few
         self._means: list[tuple[Tensor, int]] = []
         self._sums: list[tuple[Tensor, int]] = []
 
@@ -195,13 +155,11 @@ class InputGram:
 
     def mean(self, layer: KFACLayer, a: Tensor) -> tuple[Tensor, int]:
         """What the rows of a call come to, as a mean, and their number."""
-        return input_mean(layer, a)
+        return input_mean(layer, a, self.few)
 
     def summed(self, rows: Tensor, scale: float) -> Tensor:
         """What some rows ``[r, d_in]`` come to, as a sum times ``scale``."""
-        out = rows.new_empty(rows.shape[1], rows.shape[1])
-        add_gram_(out, rows, alpha=scale, beta=0.0)
-        return mirror_(out)
+        return _gram(rows, scale, self.few)
 
     @property
     def n_rows(self) -> int:
@@ -209,7 +167,7 @@ class InputGram:
         return sum(count for _, count in self._means) + sum(count for _, count in self._sums)
 
     def result(self, n: int) -> Tensor:
-        """A, ``[d_in, d_in]``, of the n data that passed, if there were rows."""
+        """A, ``[d_in, d_in]`` or few rows, of the n data that passed, if there were any."""
         if self.approx == "reduce":
             for total, _ in self._sums:
                 check_datum(len(total), n, self.name)
@@ -219,9 +177,8 @@ class InputGram:
         n_rows = sum(count for _, count in self._means)
         scale = n_rows / n if self.approx == "backpack" else 1.0
         if len(self._means) == 1:
-            return self._means[0][0] * scale if scale != 1 else self._means[0][0]
-        parts = [scale * count / n_rows * A for A, count in self._means]
-        return sum(parts[1:], parts[0])
+            return scaled(self._means[0][0], scale) if scale != 1 else self._means[0][0]
+        return reduce(added, (scaled(A, scale * count / n_rows) for A, count in self._means))
 
 
 class OutputGram:
@@ -232,6 +189,7 @@ class OutputGram:
         like: A tensor whose device the sums live on, and whose type decides theirs.
         approx: How positions are summed.
         name: What the layer is called in errors.
+        few: Whether to keep rows as such while they are few.
 
     Example:
         >>> gram = OutputGram(torch.nn.Linear(1, 1), torch.empty(0), "reduce")
@@ -246,18 +204,19 @@ class OutputGram:
         like: Tensor,
         approx: KFACApprox = "expand",
         name: str = "layer",
+        few: bool = False,
     ) -> None:
         self.layer, self.approx, self.name = layer, approx, name
         self.dtype = torch.promote_types(like.dtype, torch.float32)
-        self._sum = self.empty(like, n_out(layer))
+        self._sum = self.empty(like.new_empty(0, dtype=self.dtype), n_out(layer), few)
 
-    def empty(self, like: Tensor, d_out: int) -> Tensor:
+    def empty(self, like: Tensor, d_out: int, few: bool) -> RowSum:
         """The sum of no rows."""
-        return like.new_zeros(d_out, d_out, dtype=self.dtype)
+        return RowSum(d_out, like, few)
 
     def add_rows(self, rows: Tensor) -> None:
         """Add rows ``[r, d_out]`` to the sum."""
-        add_gram_(self._sum, rows)
+        self._sum.add(rows)
 
     def add(self, gradients: Sequence[Tensor], n: int) -> None:
         """Add the gradients of one vector, one tensor for each call of the layer, of n data."""
@@ -276,8 +235,8 @@ class OutputGram:
             self.add_rows(sum(rows[1:], rows[0]))
 
     def result(self) -> Tensor:
-        """B, ``[d_out, d_out]``."""
-        return mirror_(self._sum)
+        """B, ``[d_out, d_out]`` or few rows."""
+        return self._sum.result()
 
 
 def _input_sum(layer: KFACLayer, x: Tensor) -> tuple[Tensor, int]:

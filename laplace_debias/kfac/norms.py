@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.kfac.grams import add_gram_, check_datum, mirror_
+from laplace_debias.kfac.few_rows import RowSum
+from laplace_debias.kfac.grams import check_datum
 from laplace_debias.network.layers import norm_gradients
 from laplace_debias.network.ownership import OwnedParameter
 
@@ -50,7 +51,7 @@ def norm_rows(
         >>> norm_rows(shift, {layer: [torch.ones(1, 5, 2)]}, {}, n=1)
         tensor([[5., 5.]])
     """
-    name, role, layers = parameter
+    name, role, layers, _ = parameter
     total: Tensor | None = None
     for layer in layers:
         for i, g in enumerate(gradients[layer]):
@@ -70,6 +71,7 @@ class NormGram:
     Args:
         parameter: The parameter, of one or several normalisations.
         like: A tensor whose device the sums live on, and whose type decides theirs.
+        few: Whether to keep rows as such while they are few.
 
     Example:
         >>> layer = nn.LayerNorm(2)
@@ -79,10 +81,11 @@ class NormGram:
         tensor([[75., 75.], [75., 75.]])
     """
 
-    def __init__(self, parameter: OwnedParameter, like: Tensor) -> None:
+    def __init__(self, parameter: OwnedParameter, like: Tensor, few: bool = False) -> None:
         self.parameter = parameter
-        d = parameter.layers[0].get_parameter(parameter.role).numel()
-        self._sum = like.new_zeros(d, d, dtype=torch.promote_types(like.dtype, torch.float32))
+        d = parameter.tensor.numel()
+        self.dtype = torch.promote_types(like.dtype, torch.float32)
+        self._sum = RowSum(d, like.new_empty(0, dtype=self.dtype), few)
 
     def add(
         self,
@@ -105,9 +108,9 @@ class NormGram:
         """
         total = norm_rows(self.parameter, gradients, x_hats, n)
         if total is not None:
-            add_gram_(self._sum, total)
+            self._sum.add(total)
         return total
 
     def result(self) -> Tensor:
-        """The block ``[d, d]``."""
-        return mirror_(self._sum)
+        """The block ``[d, d]``, or its few rows."""
+        return self._sum.result()

@@ -10,6 +10,9 @@ d numbers stay. Rotating r rows costs ``r d^2``. Where a Gram matrix is cheaper 
 ``d^3 / 2`` that it takes to measure along ``Q`` (many rows of a wide layer, whose products are
 symmetric; patches of a convolution, whose products repeat), that one is formed, measured and freed
 before the next layer, as long as it is no larger than the scratch that unfolding takes anyway.
+
+Along a thin basis (:mod:`laplace_debias.kfac.thin`) the null space gets the mean of what is left of
+the trace: the sum of the rows' squared lengths.
 """
 
 from __future__ import annotations
@@ -20,17 +23,18 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.kfac import grams
+from laplace_debias.kfac import grams, symmetric
 from laplace_debias.kfac.factors import Block
+from laplace_debias.kfac.few_rows import as_matrix
 from laplace_debias.kfac.grams import (
     InputGram,
     KFACApprox,
     OutputGram,
-    add_gram_,
     input_mean,
-    mirror_,
 )
 from laplace_debias.kfac.shifts import saves_work
+from laplace_debias.kfac.symmetric import add_gram_, mirror_
+from laplace_debias.kfac.thin import is_thin, with_null_space
 from laplace_debias.network.layers import KFACLayer, has_rows_last, is_kfac_layer
 from laplace_debias.network.ownership import OwnedParameter
 from laplace_debias.network.unfold import conv_image, n_positions, unfolded
@@ -39,6 +43,7 @@ __all__ = [
     "RotatedInputs",
     "RotatedOutputs",
     "curvature_along",
+    "curvatures_of",
     "input_gram",
     "output_grams",
     "squares_along",
@@ -82,31 +87,48 @@ def squares_along(rows: Tensor, Q: Tensor) -> Tensor:
 
     Args:
         rows: Matrix ``[r, d]``, of any strides.
-        Q: Directions ``[d, d]`` in columns, in the type of the rows.
+        Q: Directions ``[d, k]`` in columns, orthonormal, in the type of the rows.
 
     Returns:
-        Sums ``[d]`` in float64.
+        Sums ``[d]`` in float64, first those of the null space of a thin basis.
 
     Example:
         >>> squares_along(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.eye(2))
         tensor([10., 20.], dtype=torch.float64)
     """
     r, d = rows.shape
-    if d > grams._HALVE_ABOVE and r > _ROWS_PER_DIMENSION * d and _is_scratch(d, rows):
+    many = r > _ROWS_PER_DIMENSION * d and not is_thin(Q)
+    if many and d > symmetric._HALVE_ABOVE and _is_scratch(d, rows):
         M = rows.new_empty(d, d)
         add_gram_(M, rows, beta=0.0)
-        return _measured(mirror_(M), Q)
+        return curvatures_of(mirror_(M), Q)
     values = Q.new_zeros(Q.shape[1], dtype=torch.float64)
-    step = max(1, grams._SLICE_BYTES // (Q.shape[1] * rows.element_size()))
+    trace = values.new_zeros(())
+    step = max(1, grams._SLICE_BYTES // (max(1, Q.shape[1]) * rows.element_size()))
     for part in rows.split(step):
         values += (part @ Q).square_().sum(0, dtype=torch.float64)
-    return values
+        if is_thin(Q):
+            trace += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+    return with_null_space(values, trace, d)
 
 
-def _measured(M: Tensor, Q: Tensor) -> Tensor:
-    """``diag(Q^T M Q)`` in float64, a few directions at a time."""
+def curvatures_of(M: Tensor, Q: Tensor) -> Tensor:
+    """Curvatures of a matrix along a basis and its null space, at least 0.
+
+    Args:
+        M: Symmetric matrix ``[d, d]``, or few rows of it.
+        Q: Directions ``[d, k]`` in columns, orthonormal.
+
+    Returns:
+        Curvatures ``[d]`` in float64, first those of the null space of a thin basis.
+
+    Example:
+        >>> curvatures_of(torch.diag(torch.tensor([1.0, 3.0, 5.0])), torch.eye(3)[:, 2:])
+        tensor([2., 2., 5.], dtype=torch.float64)
+    """
+    M = as_matrix(M)
     parts = [curvature_along(M, part.double()) for part in Q.split(_COLUMNS, dim=1)]
-    return torch.cat(parts).clamp_(min=0.0)
+    return with_null_space(torch.cat(parts).clamp_(min=0.0), M.diagonal().double().sum(), len(M))
 
 
 def _is_scratch(d: int, like: Tensor) -> bool:
@@ -144,8 +166,9 @@ class RotatedInputs(InputGram):
         n_rows = len(image) * prod(map(n_positions, image.shape[2:], *shape))
         d = len(self.Q)
         if n_rows > d and _is_scratch(d, image):
-            if n_rows > _ROWS_PER_DIMENSION * d or saves_work(image, *shape):
-                return _measured(input_mean(layer, x)[0], self.Q), n_rows
+            many = n_rows > _ROWS_PER_DIMENSION * d and not is_thin(self.Q)
+            if many or saves_work(image, *shape):
+                return curvatures_of(input_mean(layer, x)[0], self.Q), n_rows
         slices = unfolded(layer, image, pads, grams._SLICE_BYTES)
         return torch.stack([self.summed(rows, 1 / n_rows) for rows in slices]).sum(0), n_rows
 
@@ -174,28 +197,28 @@ class RotatedOutputs(OutputGram):
         self, Q: Tensor, layer: KFACLayer, approx: KFACApprox = "expand", name: str = "layer"
     ) -> None:
         self.Q = Q
-        super().__init__(layer, Q, approx, name)
-
-    def empty(self, like: Tensor, d_out: int) -> Tensor:
-        """The sum of no rows."""
-        return like.new_zeros(d_out, dtype=torch.float64)
+        super().__init__(layer, Q, approx, name, few=True)  # no matrix is allocated
+        self._squares = Q.new_zeros(len(Q), dtype=torch.float64)
 
     def add_rows(self, rows: Tensor) -> None:
         """Add the squares of rotated rows ``[r, d_out]``."""
-        self._sum += squares_along(rows, self.Q)
+        self._squares += squares_along(rows, self.Q)
 
     def result(self) -> Tensor:
         """``diag(Q_B^T B Q_B)``, ``[d_out]``."""
-        return self._sum
+        return self._squares
 
 
-def input_gram(approx: KFACApprox, name: str, Q: Block | None = None) -> InputGram:
+def input_gram(
+    approx: KFACApprox, name: str, Q: Block | None = None, few: bool = False
+) -> InputGram:
     """What sums the input rows of a weight: to A, or to its curvatures along ``Q``.
 
     Args:
         approx: How positions are summed.
         name: What the weight is called in errors.
         Q: Eigenvectors ``[Q_B, Q_A]`` of its block, if there are any.
+        few: Whether to keep the rows behind A as such where they are few.
 
     Returns:
         The accumulator.
@@ -204,7 +227,7 @@ def input_gram(approx: KFACApprox, name: str, Q: Block | None = None) -> InputGr
         >>> type(input_gram("expand", "weight")).__name__
         'InputGram'
     """
-    return InputGram(approx, name) if Q is None else RotatedInputs(Q[1], approx, name)
+    return InputGram(approx, name, few) if Q is None else RotatedInputs(Q[1], approx, name)
 
 
 def output_grams(
@@ -213,6 +236,7 @@ def output_grams(
     approx: KFACApprox,
     names: Mapping[KFACLayer, str],
     Q: Mapping[str, Block],
+    few: bool = False,
 ) -> dict[nn.Module, dict[str, OutputGram]]:
     """What sums the gradients of every layer: to B, or to its curvatures along each basis.
 
@@ -222,6 +246,7 @@ def output_grams(
         approx: How positions are summed.
         names: What every layer is called in errors.
         Q: Eigenvectors of the blocks by parameter; or nothing at all.
+        few: Whether to keep the rows behind B as such where they are few.
 
     Returns:
         For every layer the accumulators, by the parameter whose basis they use, or ``""``. A
@@ -234,7 +259,7 @@ def output_grams(
     found: dict[nn.Module, dict[str, OutputGram]] = {layer: {} for layer in names}
     if not Q:
         for layer, name in names.items():
-            found[layer][""] = OutputGram(layer, like, approx, name)
+            found[layer][""] = OutputGram(layer, like, approx, name, few)
         return found
     for p in owned:
         basis = Q[p.name][0]

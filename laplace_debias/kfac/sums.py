@@ -7,6 +7,7 @@ the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from laplace_debias.data.processes import Processes, processes
 from laplace_debias.kfac.factors import Factors
+from laplace_debias.kfac.few_rows import are_few, as_matrix, is_rows
 
 __all__ = ["factors_of_all", "shared_out"]
 
@@ -24,7 +26,8 @@ class _Share:
     """What a process tells the others about its factors before they are summed."""
 
     names: tuple[str, ...]
-    shapes: tuple[tuple[tuple[int, ...], tuple[int, ...] | None], ...]
+    shapes: tuple[tuple[tuple[int, ...], tuple[int, ...] | None], ...]  # as matrices
+    few: tuple[tuple[int | None, int | None], ...]  # rows where factors are given by these
     dtypes: tuple[torch.dtype, ...]
     same_B: tuple[bool, ...]  # as the parameter's before: a layer's weight and bias
     n_rows: tuple[int, ...]
@@ -41,7 +44,7 @@ def factors_of_all(factors: Factors | None, device: torch.device) -> Factors | N
     .. math:: B = \sum_r B_r, \qquad A = \frac{\sum_r n_r A_r}{\sum_r n_r}
 
     with :math:`n_r` the number of rows behind :math:`A_r`. Factors may be given by their curvatures
-    along a basis; these add up alike.
+    along a basis; these add up alike. Few rows are put below each other, if all of them are few.
 
     Args:
         factors: Those of this process's share, ``None`` if it is empty. Their tensors are
@@ -75,14 +78,20 @@ def factors_of_all(factors: Factors | None, device: torch.device) -> Factors | N
         )
     if factors is None:
         factors = _zeros(found[0], device)
+    before = [share for share in shares[: group.rank] if share is not None]
+    few = [[_few(found, before, i, f) for f in (0, 1)] for i in range(len(factors.names))]
     rows = [sum(each) for each in zip(*(share.n_rows for share in found), strict=True)]
     same = [all(each) for each in zip(*(share.same_B for share in found), strict=True)]
     B: list[Tensor] = []
     A: list[Tensor | None] = []
     n_rows = factors.n_rows or (factors.n,) * len(rows)
     for i, ((own_B, *_), own_A) in enumerate(zip(factors.blocks, factors.A, strict=True)):
-        B.append(B[i - 1] if same[i] else group.sum_(own_B))
-        A.append(None if own_A is None else group.sum_(own_A.mul_(n_rows[i] / max(rows[i], 1))))
+        B.append(B[i - 1] if same[i] else _summed(own_B, few[i][0], group))
+        if own_A is not None:
+            share = n_rows[i] / max(rows[i], 1)
+            own_A.mul_(math.sqrt(share) if is_rows(own_A) else share)
+            own_A = _summed(own_A, few[i][1], group)
+        A.append(own_A)
     loss = factors.summed_loss.to(torch.float64, copy=True)
     return replace(
         factors,
@@ -111,9 +120,9 @@ def _share(factors: Factors) -> _Share:
     return _Share(
         factors.names,
         tuple(
-            (tuple(b.shape), None if a is None else tuple(a.shape))
-            for b, a in zip(B, factors.A, strict=True)
+            (_shape(b), None if a is None else _shape(a)) for b, a in zip(B, factors.A, strict=True)
         ),
+        tuple((_n_few(b), _n_few(a)) for b, a in zip(B, factors.A, strict=True)),
         tuple(b.dtype for b in B),
         tuple(
             i > 0 and B[i - 1].shape == b.shape and torch.equal(B[i - 1], b)
@@ -128,16 +137,48 @@ def _share(factors: Factors) -> _Share:
     )
 
 
+def _shape(M: Tensor) -> tuple[int, ...]:
+    """Shape of a factor, as a matrix if it is given by its rows."""
+    return (M.shape[1], M.shape[1]) if is_rows(M) else tuple(M.shape)
+
+
+def _n_few(M: Tensor | None) -> int | None:
+    """Number of rows of a factor that is given by these."""
+    return len(M) if M is not None and is_rows(M) else None
+
+
+def _few(
+    found: Sequence[_Share], before: Sequence[_Share], i: int, f: int
+) -> tuple[int, int] | None:
+    """Rows of a factor in all shares, and in those before; ``None`` if it is to be a matrix."""
+    shape, counts = found[0].shapes[i][f], [share.few[i][f] for share in found]
+    known = [count for count in counts if count is not None]
+    if shape is None or len(known) < len(counts) or not are_few(sum(known), shape[-1]):
+        return None
+    return sum(known), sum(share.few[i][f] or 0 for share in before)
+
+
+def _summed(M: Tensor, few: tuple[int, int] | None, group: Processes) -> Tensor:
+    """A factor of all processes: rows in the order of ranks, or the sum of matrices."""
+    if few is None:
+        return group.sum_(as_matrix(M))
+    total, start = few
+    rows = M.new_zeros(total, M.shape[1])
+    rows[start : start + len(M)] = M
+    return group.sum_(rows)
+
+
 def _zeros(share: _Share, device: torch.device) -> Factors:
     """Factors of no data, in the form of those of another process."""
-    pairs = list(zip(share.shapes, share.dtypes, strict=True))
+
+    def zeros(shape: tuple[int, ...], few: int | None, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape if few is None else (0, shape[1]), dtype=dtype, device=device)
+
+    parts = list(zip(share.shapes, share.few, share.dtypes, strict=True))
     return Factors(
         share.names,
-        tuple(torch.zeros(B, dtype=dtype, device=device) for (B, _), dtype in pairs),
-        tuple(
-            None if A is None else torch.zeros(A, dtype=dtype, device=device)
-            for (_, A), dtype in pairs
-        ),
+        tuple(zeros(B, few[0], dtype) for (B, _), few, dtype in parts),
+        tuple(None if A is None else zeros(A, few[1], dtype) for (_, A), few, dtype in parts),
         0,
         share.n_outputs,
         weight=0.0,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.targets import check_targets
+from laplace_debias.data.weighted import check_unweighted
 from laplace_debias.kfac.backend import HookGGN, HookInterface
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Block, Factors
@@ -172,6 +173,7 @@ class BackendEngine:
                 f"Expected a model of one argument with {type(self._backend).__name__}, got one "
                 "of several positional or keyword arguments. Remedy: leave `backend` out."
             )
+        check_unweighted(y, type(self._backend).__name__, "leave `backend` out")
         n = len(y)
         recorder = Recorder([self.model, *self._layers.values()], edges=False)
         with self.cost.stage("passes"), warnings.catch_warnings():
@@ -210,6 +212,12 @@ class BackendEngine:
         calls = recorder.calls[self.model]
         if not calls:
             return 0
+        if len(calls[0].shape) > 2:
+            raise ValueError(
+                f"Expected outputs [n, C] with {type(self._backend).__name__}, got "
+                f"{list(calls[0].shape)}: it knows no positions (tokens, pixels). Remedy: leave "
+                "`backend` out."
+            )
         check_targets(y, calls[0].shape, self.likelihood)
         silent = [name for name, layer in self._layers.items() if not recorder.calls[layer]]
         if silent:

@@ -166,29 +166,32 @@ def check_rows(model: nn.Module, x: Inputs, owned: Sequence[OwnedParameter]) -> 
         >>> check_rows(net, torch.randn(2, 3), owned_parameters(net)).unexplained
         ()
     """
-    params = [p.layers[0].get_parameter(p.role) for p in owned]
+    params = [p.tensor for p in owned]
     steps = random_steps(params)
     by_layer: dict[nn.Module, list[int]] = {}
     for i, p in enumerate(owned):
         for layer in p.layers:
             by_layer.setdefault(layer, []).append(i)
     moved: dict[nn.Module, list[dict[int, Tensor | None]]] = {layer: [] for layer in by_layer}
+    whole = {layer for p in owned if p.has_one_factor for layer in p.layers}
+    in_layer = steps  # the steps of what layers compute with
 
     def on_input(layer: nn.Module, geometry: nn.Module, a: Tensor) -> None:
         said: dict[int, Tensor | None] = {}
         for i in by_layer[layer]:
             try:  # a layer that changes the shape of its input is one to name, not to fall over
+                step = in_layer[i]
                 if owned[i].role == "weight":
-                    said[i] = layer_response(geometry, a, steps[i])
+                    said[i] = layer_response(geometry, a, step)
                 else:
-                    shift = owned[i].scales
-                    said[i] = at_every_position(layer, steps[i], a) if shift else steps[i]
+                    said[i] = at_every_position(layer, step, a) if is_norm(layer) else step
             except RuntimeError:
                 said[i] = None
         moved[layer].append(said)
 
     recorder = Recorder(by_layer, on_input=on_input)
     with differentiable(model, params), torch.random.fork_rng(devices_of(params)):
+        in_layer = [p.effective_step(step) for p, step in zip(owned, steps, strict=True)]
         with recorder.recording():
             f = check_outputs(call_model(model, x))
         calls = [call for layer in by_layer for call in recorder.calls[layer] if call.edge]
@@ -197,7 +200,7 @@ def check_rows(model: nn.Module, x: Inputs, owned: Sequence[OwnedParameter]) -> 
         grads: Sequence[Tensor | None] = [None] * (len(edges) + len(params))
         mixed: set[nn.Module] = set()
         if f.requires_grad:
-            mixed = _mixed_layers(f, v, [call for call in calls if is_norm(call.module)])
+            mixed = _mixed_layers(f, v, [call for call in calls if call.module in whole])
             grads = derivatives(f, [*edges, *params], v)
     g_of = {id(call): g for call, g in zip(calls, grads, strict=False)}
     unreached, detached, unexplained = [], [], []
@@ -209,8 +212,9 @@ def check_rows(model: nn.Module, x: Inputs, owned: Sequence[OwnedParameter]) -> 
         elif not own and grad is None:
             unreached.append(p.name)
         elif not _explained(
-            steps[i],
-            grad,
+            in_layer[i],
+            None if grad is None else (grad * steps[i]).sum(),
+            None if grad is None else grad.norm(),
             [(g_of[id(call)], moved[call.module][n][i]) for call, n in own],
             conv=isinstance(p.layers[0], nn.Conv1d | nn.Conv2d | nn.Conv3d),
         ):
@@ -246,7 +250,8 @@ def _mixed_layers(f: Tensor, v: Tensor, calls: Sequence[LayerCall]) -> set[nn.Mo
 
 def _explained(
     step: Tensor,
-    grad: Tensor | None,
+    derivative: Tensor | None,
+    size: Tensor | None,
     rows: Iterable[tuple[Tensor | None, Tensor | None]],
     conv: bool,
 ) -> bool:
@@ -261,9 +266,9 @@ def _explained(
             response = response.reshape(-1, *[1] * (g.ndim - 2))
         terms = g * response
         total, scale = total + terms.sum(), scale + terms.norm()
-    truth = step.new_zeros(()) if grad is None else (grad * step).sum()
-    if grad is not None:
-        scale = torch.maximum(scale, grad.norm())
+    truth = step.new_zeros(()) if derivative is None else derivative
+    if size is not None:
+        scale = torch.maximum(scale, size)
     return agree(total, truth, scale)
 
 

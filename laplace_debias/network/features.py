@@ -103,7 +103,11 @@ class LastLayerNetwork(FeatureExtractor):
             ValueError: If another kind of layer is the last, or no layer is called.
         """
         names = {
-            m: name for name, m in self.model.named_modules() if name and not list(m.children())
+            m: name
+            for name, m in self.model.named_modules()
+            if name
+            and "parametrizations" not in name.split(".")  # they belong to their layer
+            and all(child == "parametrizations" for child, _ in m.named_children())
         }
         order: dict[nn.Module, None] = {}  # by first calls
         handles = [m.register_forward_hook(lambda m, *_: order.setdefault(m)) for m in names]

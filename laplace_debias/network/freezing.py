@@ -9,6 +9,7 @@ from torch import nn
 
 from laplace_debias.network.layers import NORM_TYPES, SUPPORTED_TYPES
 from laplace_debias.network.ownership import is_supported_layer, kfac_layers
+from laplace_debias.network.parametrized import MOST_ENTRIES, originals
 
 __all__ = ["FreezeSummary", "check_supported", "freeze_unsupported", "unsupported_parameters"]
 
@@ -58,8 +59,8 @@ def unsupported_parameters(
     """Names of trainable parameters that K-FAC cannot represent.
 
     That is every trainable parameter which is not the weight or bias of a layer in ``types``
-    (embedding, attention projections, free parameters, re-parametrised weights),
-    or which several layers share.
+    (embedding, attention projections, free parameters), or which several layers share; a large
+    one behind a parametrised weight as well, see :mod:`laplace_debias.network.parametrized`.
 
     Args:
         model: The network.
@@ -75,6 +76,13 @@ def unsupported_parameters(
     """
     owners: dict[nn.Parameter, int] = {}
     supported: set[nn.Parameter] = set()
+    if nn.LayerNorm in types:  # this package's own engine
+        supported |= {
+            p
+            for number, (layer, _) in originals(model).items()
+            for p in layer.parameters()
+            if id(p) == number and p.numel() <= MOST_ENTRIES and is_supported_layer(layer, types)
+        }
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
         for p in own.values():
@@ -172,8 +180,8 @@ def check_supported(model: nn.Module, types: tuple[type[nn.Module], ...] = SUPPO
             f"other; got trainable parameters in {', '.join(listed)}. Remedy: freeze them with "
             "`laplace_debias.freeze_unsupported(model)`, or choose others, `parameters=...`; they "
             f"keep their trained value and are treated as certain. {'; '.join([*reasons, ''])}"
-            "parametrised weights become ordinary ones by "
-            "`model = laplace_debias.bake_parametrizations(model)`."
+            f"parametrised weights with an original of more than {MOST_ENTRIES:,} entries become "
+            "ordinary ones by `model = laplace_debias.bake_parametrizations(model)`."
         )
 
 

@@ -13,7 +13,7 @@ from laplace_debias.network.calling import call_model
 from laplace_debias.network.check import RowCheck
 from laplace_debias.network.freezing import REASONS, unsupported_parameters
 from laplace_debias.network.loss import likelihood_name
-from laplace_debias.network.ownership import owned_parameters, owners
+from laplace_debias.network.ownership import OwnedParameter, owned_parameters, owners
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder
 from laplace_debias.network.verify import LayerCheck, check_data, check_parameters
@@ -113,7 +113,7 @@ def check_model(
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     fine = [p for name, p in trainable.items() if name not in refused]
     found: dict[str, LayerCheck] = {}
-    rows = None
+    rows, owned = None, list[OwnedParameter]()
     if fine or not trainable:
         owned = owned_parameters(model, fine)
         checks, rows = check_parameters(model, x, owned, key)
@@ -129,7 +129,7 @@ def check_model(
     layers = tuple(found[name] for name in trainable)
     covered = sum(layer.n_parameters for layer in layers if layer.status != "not supported")
     n = size_of(x, key)
-    fit_bytes, predict_bytes = _memory(model, x, key, fine, rows)
+    fit_bytes, predict_bytes = _memory(model, x, key, fine, owned, rows)
     return ModelCheck(
         layers,
         check_data(model, x, key),
@@ -141,7 +141,12 @@ def check_model(
 
 
 def _memory(
-    model: nn.Module, x: Inputs, key: Keys, params: Sequence[Tensor], rows: RowCheck | None
+    model: nn.Module,
+    x: Inputs,
+    key: Keys,
+    params: Sequence[Tensor],
+    owned: Sequence[OwnedParameter],
+    rows: RowCheck | None,
 ) -> tuple[int, int]:
     """Bytes of a fit and of a prediction of the data in ``x``, from the shapes of one datum."""
     n = size_of(x, key)
@@ -150,7 +155,11 @@ def _memory(
         call_model(model, take(x, slice(0, 1), key))
     calls = [call for found in recorder.calls.values() for call in found]
     held = sum(call.shape.numel() * call.dtype.itemsize for call in calls)
-    sides = [(p.shape[0], p[0].numel() if p.ndim > 1 else 0) for p in params]
+    whole = {id(p.tensor) for p in owned if p.has_one_factor}
+    sides = [
+        (p.numel(), 0) if id(p) in whole or p.ndim < 2 else (p.shape[0], p[0].numel())
+        for p in params
+    ]
     squares = sum(d_out**2 + d_in**2 for d_out, d_in in sides)
     wide = max((p.element_size() for p in params), default=4)
     wide = max(wide, 4)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from laplace_debias.data.targets import IGNORED
+
 __all__ = ["Objective", "objective_of"]
 
 
@@ -28,21 +30,23 @@ class Objective:
         class_weights: Weight ``[C]`` of each class.
         label_smoothing: Share of a label that is spread over all classes.
         output_noise: Standard deviation ``[C]`` of the noise of each output of a regression.
+        ignore_index: The label of positions (tokens, pixels) that do not count.
     """
 
     class_weights: Tensor | None = None
     label_smoothing: float = 0.0
     output_noise: Tensor | None = None
+    ignore_index: int = IGNORED
 
     def targets(self, y: Tensor, C: int) -> tuple[Tensor, Tensor | None]:
-        """Class probabilities that stand for labels, and how much each datum counts.
+        """Class probabilities that stand for labels, and how much each datum or position counts.
 
         Args:
-            y: Class indices ``[n]``, or class probabilities ``[n, C]``.
+            y: Class indices ``[n, *positions]``, or class probabilities ``[n, *positions, C]``.
             C: Number of classes.
 
         Returns:
-            Targets that sum to one, and the weights ``[n]``; ``None`` if all count one.
+            Targets that sum to one, and the weights ``[n, *positions]``; ``None`` if all count one.
 
         Raises:
             ValueError: If there is not one weight for each class.
@@ -52,8 +56,12 @@ class Objective:
             >>> weighted.targets(torch.tensor([0, 1]), 2)
             (tensor([[1., 0.], [0., 1.]]), tensor([1., 3.]))
         """
+        counts = None
+        if y.ndim > 1 and not y.is_floating_point():  # positions
+            counts = y != self.ignore_index
+            y = y.where(counts, 0)
         if self.class_weights is None and not self.label_smoothing:
-            return y, None
+            return y, None if counts is None else counts.float()
         w = torch.ones(C) if self.class_weights is None else self.class_weights
         _check_length(w, C, "class_weights", "class")
         w = w.to(y.device, y.dtype if y.is_floating_point() else w.dtype)
@@ -61,7 +69,9 @@ class Objective:
         t = w * ((1 - self.label_smoothing) * t + self.label_smoothing / C)
         total = t.sum(-1)
         share = t / total.clamp(min=torch.finfo(t.dtype).tiny).unsqueeze(-1)
-        return share, None if self.class_weights is None else total
+        if self.class_weights is None:
+            return share, None if counts is None else counts.to(total)
+        return share, total if counts is None else total * counts
 
     def whitened(self, values: Tensor) -> Tensor:
         """Outputs, targets or backward vectors of a regression in units of the noise.
@@ -86,7 +96,11 @@ class Objective:
 
 
 def objective_of(
-    likelihood: str, class_weights: Any, label_smoothing: float, output_noise: Tensor | None
+    likelihood: str,
+    class_weights: Any,
+    label_smoothing: float,
+    output_noise: Tensor | None,
+    ignore_index: int = IGNORED,
 ) -> Objective:
     """Check the options of a training loss.
 
@@ -95,6 +109,7 @@ def objective_of(
         class_weights: One positive number per class, or ``None``.
         label_smoothing: In ``[0, 1)``.
         output_noise: One positive number per output of a regression, or ``None``.
+        ignore_index: The label of positions that do not count, a whole number.
 
     Returns:
         The objective.
@@ -130,7 +145,12 @@ def objective_of(
                 f"Expected `{name}` as a vector of positive, finite numbers, got "
                 f"{values.tolist()}. Remedy: pass one for each output."
             )
-    return Objective(weights, float(label_smoothing), output_noise)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise ValueError(
+            f"Expected `ignore_index` to be a whole number, got {ignore_index!r}. Remedy: pass "
+            "what `nn.CrossEntropyLoss` was given, by default -100."
+        )
+    return Objective(weights, float(label_smoothing), output_noise, ignore_index)
 
 
 def _check_length(values: Tensor, C: int, name: str, each: str) -> None:

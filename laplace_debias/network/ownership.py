@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import parametrize
 
 from laplace_debias.network.layers import (
     KFAC_TYPES,
     NORM_TYPES,
+    SUPPORTED_TYPES,
     KFACLayer,
     Norm,
     is_kfac_layer,
     is_norm,
     is_transposed,
+)
+from laplace_debias.network.parametrized import (
+    MOST_ENTRIES,
+    effective,
+    effective_step,
+    originals,
 )
 from laplace_debias.network.products import has_own_forward
 
@@ -37,16 +45,37 @@ class OwnedParameter(NamedTuple):
         name: Its name in the model.
         role: ``"weight"`` or ``"bias"``.
         layers: The layers that hold it; more than one if they share it.
+        original: The parameter itself, if the layer's weight or bias is computed from it by a
+            parametrisation.
     """
 
     name: str
     role: str
     layers: tuple[KFACLayer | Norm, ...]
+    original: Tensor | None = None
 
     @property
     def scales(self) -> bool:
         """Whether it scales or shifts what a layer has normalised, see :func:`is_norm`."""
-        return is_norm(self.layers[0])
+        return self.original is None and is_norm(self.layers[0])
+
+    @property
+    def has_one_factor(self) -> bool:
+        """Whether its block is that of the GGN itself, from the gradients of whole data."""
+        return self.original is not None or self.scales
+
+    @property
+    def tensor(self) -> Tensor:
+        """The parameter."""
+        if self.original is not None:
+            return self.original
+        return self.layers[0].get_parameter(self.role)
+
+    def effective_step(self, step: Tensor) -> Tensor:
+        """The step of what the layer computes with, given that of the parameter."""
+        if self.original is None:
+            return step
+        return effective_step(effective(self.layers[0], self.role), self.original, step)
 
 
 def owners(model: nn.Module, params: Iterable[Tensor]) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -103,9 +132,14 @@ def owned_parameters(
             "Expected a model with at least one parameter that requires a gradient, got none. "
             "Remedy: unfreeze the layers of interest with `requires_grad_(True)`."
         )
-    holders = owners(model, (p for _, p in chosen))
+    holders, behind = owners(model, (p for _, p in chosen)), originals(model)
     owned, unsupported = [], []
     for name, p in chosen:
+        layer, role = behind.get(id(p), (None, ""))
+        if layer is not None and is_supported_layer(layer, SUPPORTED_TYPES):
+            if len(holders[id(p)]) == 1 and p.numel() <= MOST_ENTRIES:
+                owned.append(OwnedParameter(name, role, (cast(KFACLayer, layer),), p))
+                continue
         roles = {role for _, role in holders[id(p)]}
         modules = [module for module, _ in holders[id(p)]]
         layers = tuple(module for module in modules if is_kfac_layer(module) or is_norm(module))
@@ -190,8 +224,17 @@ def kfac_layers(
         name: module
         for name, module in model.named_modules()
         if is_supported_layer(module, types)
-        and any(p.requires_grad for p in module.parameters(recurse=False))
+        and any(p.requires_grad for p in _own_parameters(module, types))
     }
+
+
+def _own_parameters(
+    module: nn.Module, types: tuple[type[nn.Module], ...]
+) -> Iterator[nn.Parameter]:
+    """The parameters of a layer itself, with those behind its parametrised weights."""
+    yield from module.parameters(recurse=False)
+    if nn.LayerNorm in types and parametrize.is_parametrized(module):
+        yield from module.parametrizations.parameters()  # type: ignore[union-attr]
 
 
 def is_supported_layer(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:

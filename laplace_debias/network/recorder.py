@@ -209,13 +209,13 @@ def _version(t: Tensor) -> int:
 
 
 def check_outputs(f: Any) -> Tensor:
-    """Raise unless a network returns one vector of outputs per datum.
+    """Raise unless a network returns outputs for each datum.
 
     Args:
         f: What the network returned.
 
     Returns:
-        The same, ``[n, C]``.
+        The same, ``[n, C]``, or with positions (:mod:`laplace_debias.network.positions`).
 
     Raises:
         ValueError: If it is not a tensor of that shape.
@@ -224,12 +224,12 @@ def check_outputs(f: Any) -> Tensor:
         >>> check_outputs(torch.zeros(2, 3)).shape
         torch.Size([2, 3])
     """
-    if not isinstance(f, Tensor) or f.ndim != 2:
+    if not isinstance(f, Tensor) or f.ndim < 2:
         got = tuple(f.shape) if isinstance(f, Tensor) else type(f).__name__
         raise ValueError(
-            f"Expected a model output of shape [n, C], got {got}. Remedy: wrap the model so that "
-            "it returns one row of outputs per datum, also for a single one: name the dimension of "
-            "a `.squeeze()`."
+            f"Expected a model output of shape [n, C], or with classes of positions [n, T, C] or "
+            f"[n, C, H, W], got {got}. Remedy: wrap the model so that it returns one row of "
+            "outputs per datum, also for a single one: name the dimension of a `.squeeze()`."
         )
     return f
 

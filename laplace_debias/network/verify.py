@@ -86,7 +86,7 @@ def check_parameters(
         few, rows = n, check_rows(model, x, owned)
     found = []
     for p in owned:
-        kind, size = type(p.layers[0]).__name__, p.layers[0].get_parameter(p.role).numel()
+        kind, size = type(p.layers[0]).__name__, p.tensor.numel()
         found.append(LayerCheck(p.name, kind, size, *_status(p, rows, few)))
     return found, rows
 
@@ -107,7 +107,7 @@ def _status(p: OwnedParameter, rows: RowCheck, n: int) -> tuple[Status, str]:
     if p.name in rows.mixed:
         why = "its layer does not see the data along its first dimension. Remedy: "
         return "not supported", f"{why}`batch_first=True`, or freeze it, {freeze}"
-    if p.scales:
+    if p.has_one_factor:
         return "exact", ""
     calls = [call for layer in p.layers for call in rows.calls[layer]]
     positions = sum(call.shape.numel() // call.d_out for call in calls) / n
@@ -275,9 +275,9 @@ def verify_last_layer(
     if not agree(last_layer_of(model)(phi).detach().reshape(-1), f.reshape(-1)):
         raise ValueError(
             f"Expected the model to end in its last layer '{last_layer_name(model)}', got outputs "
-            "that differ from that layer's (a temperature, a scaling, a function after it). "
-            "Remedy: end the model there, or use subset_of_weights='all' with the other layers "
-            f"frozen. {_OFF}"
+            "that differ from that layer's (a temperature, a choice of a token, a function after "
+            "it). Remedy: end the model there, or take the layer as one of all, "
+            f"subset_of_weights='all' with parameters='head'. {_OFF}"
         )
     remember(model, question, x, True)
 

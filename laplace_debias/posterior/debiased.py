@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.reading import on_device, read
 from laplace_debias.data.roles import TrainingData, training_size
+from laplace_debias.data.targets import IGNORED
 from laplace_debias.debias.auto import fit_auto
 from laplace_debias.debias.bias import CurvatureBias, curvature_bias
 from laplace_debias.debias.certificate import FitReport, report_of
@@ -47,6 +48,7 @@ from laplace_debias.kfac.backend import HookEF, HookGGN, HookInterface
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
+from laplace_debias.kfac.thin_kron import bases_of
 from laplace_debias.kfac.upstream import BackendEngine, choose_backend, supported_types
 from laplace_debias.network.calling import OutputPicker
 from laplace_debias.network.features import computing_model, detached_features, first_output
@@ -55,6 +57,7 @@ from laplace_debias.network.layers import SUPPORTED_TYPES
 from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
 from laplace_debias.network.objective import Objective, objective_of
 from laplace_debias.network.ownership import transposed_parameters
+from laplace_debias.network.positions import as_outputs
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.remembered import forget
 from laplace_debias.network.selection import Parameters, select_parameters, selected
@@ -120,12 +123,16 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
         verify: Whether fits and predictors check on a few data that the model is one they can
             represent, see :func:`laplace_debias.check_model`.
         objective: What the training loss differs in from the plain one: ``class_weights``,
-            ``label_smoothing`` (as those of ``nn.CrossEntropyLoss``), or a vector as
+            ``label_smoothing``, ``ignore_index`` (the label of tokens or pixels that do not count;
+            all as those of ``nn.CrossEntropyLoss``), or a vector as
             ``sigma_noise``, one noise per output: its ratios are fixed, and the attribute
             ``sigma_noise`` is a common factor of them, 1 at first, that stays tunable.
         parameters: Which parameters are Bayesian, whether frozen or not, see
             :func:`laplace_debias.network.selection.select_parameters`; ``requires_grad`` is left
             as it is.
+        dict_key_w: The entry of mini-batches that are mappings which has sample weights, if any;
+            others may be ``(X, y, w)``. The loss and its curvature are sums of ``w`` times each
+            datum's.
         data_keys: The entries of inputs that are mappings which have one row per datum; by default
             all tensors with as many rows.
     """
@@ -156,12 +163,14 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
         parameters: Parameters = None,
         class_weights: Any = None,
         label_smoothing: float = 0.0,
+        ignore_index: int = IGNORED,
+        dict_key_w: str = "sample_weight",
         **kwargs: Any,
     ) -> None:
         model = model if output is None else OutputPicker(model, output)
         self.debias = debias_mode(debias)
         model = unwrapped(model)
-        self.verify = verify
+        self.verify, self.dict_key_w = verify, dict_key_w
         self.data_keys = None if data_keys is None else tuple(data_keys)
         self.kfac_approx, self.sampler, self.generator = kfac_approx, sampler, generator
         self.options = method_options(self.debias, kwargs, generator)
@@ -178,6 +187,11 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
                 f"other knows, got {backend.__name__}. Remedy: leave `backend` out."
             )
         noise = kwargs.get("sigma_noise", 1.0)
+        if isinstance(noise, str):
+            raise ValueError(
+                f"Expected `sigma_noise` to be a number, or one for each output, got {noise!r}. "
+                "Remedy: pass e.g. 1.0."
+            )
         per_output = isinstance(noise, Tensor | Sequence) and torch.as_tensor(noise).numel() > 1
         if per_output:  # the ratios are fixed, a common factor stays tunable
             noise, kwargs["sigma_noise"] = torch.as_tensor(noise).detach(), 1.0
@@ -186,6 +200,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
             class_weights,
             label_smoothing,
             noise if per_output else None,
+            ignore_index,
         )
         if self.objective != Objective() and not issubclass(backend or HookGGN, HookInterface):
             raise ValueError(
@@ -307,7 +322,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
 
         Args:
             train_loader: A loader of mini-batches ``(X, y)`` or mappings, any iterable of them, or
-                one mini-batch ``(X, y)``.
+                one mini-batch ``(X, y)``; with sample weights ``(X, y, w)``.
             override: Whether to forget earlier fits. With ``False`` the factors of each role are
                 added to those of earlier fits, each with its own N, and decomposed again (all
                 weights only). With ``debias=True`` the earlier fits have to be made with ``False``
@@ -348,6 +363,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
                 self.dict_key_y,
                 cast,
                 check if self.verify else None,
+                self.dict_key_w,
             )
             if isinstance(engine, Engine):
                 engine.draw_seed = agreed_seed(self.generator)
@@ -607,8 +623,9 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
             **model_kwargs: For the network's forward pass with ``pred_type="nn"``.
 
         Returns:
-            Class probabilities ``[n, C]`` (with ``likelihood="bernoulli"`` those of yes for each
-            output), or for regression and rewards mean and (co)variance.
+            Class probabilities ``[n, C]``, in general of the outputs' shape (with
+            ``likelihood="bernoulli"`` those of yes for each output), or for regression and rewards
+            mean and (co)variance.
 
         Raises:
             AttributeError: Before ``fit``.
@@ -662,8 +679,8 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
             **model_kwargs: For the network's forward pass with ``pred_type="nn"``.
 
         Returns:
-            Log-probabilities ``[n, C]``; with ``likelihood="bernoulli"`` of no and yes for each
-            output, ``[n, C, 2]``.
+            Log-probabilities ``[n, C]``, in general of the outputs' shape; with
+            ``likelihood="bernoulli"`` of no and yes for each output, ``[n, C, 2]``.
 
         Raises:
             AttributeError: Before ``fit``.
@@ -681,9 +698,11 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
             mean = (
                 mean_label_log_probabilities if self._predicts_labels() else mean_log_probabilities
             )
-            return mean(samples / self.logit_temperature)
-        options = (n_samples, diagonal_output, generator)
-        return self._glm_prediction(x, link_approx, *options, values=False)[0]
+            log_p = mean(samples / self.logit_temperature)
+        else:
+            options = (n_samples, diagonal_output, generator)
+            log_p = self._glm_prediction(x, link_approx, *options, values=False)[0]
+        return log_p if self._predicts_labels() else as_outputs(log_p)
 
     def _checked_options(
         self, pred_type: str, link_approx: str, generator: torch.Generator | None
@@ -748,7 +767,8 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
 
         Returns:
             Means ``[n, C]`` and covariances ``[n, C, C]``, or variances ``[n, C]``; with ``joint``
-            means ``[n * C]`` and covariances ``[n * C, n * C]``.
+            means ``[n * C]`` and covariances ``[n * C, n * C]``. With positions (tokens, pixels),
+            classes last: ``[n, *positions, C]`` and ``[n, *positions, C, C]``.
         """
         self.check_fitted()
         result = self.predictor()(X, diagonal_output and not joint, joint)
@@ -759,8 +779,18 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
         return self.output_moments(X, diagonal_output=True)
 
     def functional_samples(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Samples of the network's outputs, ``[S, n, C]``; see laplace-torch."""
+        """Samples of the network's outputs, ``[S, n, C]``; see laplace-torch.
+
+        Raises:
+            ValueError: For outputs with positions, whose covariances across positions they lack.
+        """
         self.check_fitted()
+        X = args[0] if args else kwargs["x"]
+        if first_output(self.model, X, row_keys(self)).ndim > 2:
+            raise ValueError(
+                "Expected outputs [n, C] for functional samples, got positions (tokens, pixels). "
+                "Remedy: `la.predictor().samples(x, n_samples)` draws all positions together."
+            )
         return super().functional_samples(*args, **kwargs)
 
     def predictive_samples(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -905,7 +935,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
         """Undecomposed factors of the posterior, as laplace-torch keeps them; built on demand."""
         if self._fitted is None:
             return None
-        return kron_of(rebuild(self.H.eigenvectors, self.H.eigenvalues))
+        return kron_of(rebuild(bases_of(self.H), self.H.eigenvalues))
 
     @H_facs.setter
     def H_facs(self, value: Kron | None) -> None:

@@ -142,12 +142,12 @@ class DebiasedKronLLLaplace(DebiasedPosterior, KronLLLaplace):  # type: ignore[m
             first = train_loader.collate_fn([train_loader.dataset[0]])
             loader: Iterable[Any] = train_loader
         else:
-            batches = iter(as_batches(train_loader))
+            batches = iter(as_batches(train_loader, triples=True))
             first = next(batches, None)
             if first is None:
                 return []
             loader = itertools.chain([first], batches)
-        X, _ = unpack(first, device_of(self), self.dict_key_y)
+        X, _ = unpack(first, device_of(self), self.dict_key_y, key_w=self.dict_key_w)
         with evaluation_mode(self.model), torch.no_grad():
             one: Any = take(X, slice(0, 1), row_keys(self))
             feature_extractor(self.model).find_last_layer(one)

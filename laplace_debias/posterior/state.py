@@ -32,14 +32,23 @@ def _unit_logit_temperature(state: State) -> State:
     return {**state, "logit_temperature": 1.0}
 
 
-UPGRADES: dict[int, Callable[[State], State]] = {1: _listed_parameters, 2: _unit_logit_temperature}
+def _unknown_objective(state: State) -> State:
+    """Format 3 to 4: class weights, smoothing and ignored labels were not recorded."""
+    return {**state, "objective": None}
+
+
+UPGRADES: dict[int, Callable[[State], State]] = {
+    1: _listed_parameters,
+    2: _unit_logit_temperature,
+    3: _unknown_objective,
+}
 """What brings a state of each earlier format to the next one."""
-FORMAT = 3
+FORMAT = 4
 KEYS = (
     "cls_name", "debias", "likelihood", "parameters", "last_layer_name", "eigenvectors",
     "eigenvalues_biased", "eigenvalues", "curvatures", "mean", "loss", "prior_mean",
     "prior_precision", "sigma_noise", "temperature", "logit_temperature",
-    "enable_backprop", "n_data", "n_outputs",
+    "enable_backprop", "n_data", "n_outputs", "objective",
 )  # fmt: skip
 
 
@@ -86,6 +95,7 @@ def save_state(la: Any, fitted: FitResult) -> State:
         "enable_backprop": bool(la.enable_backprop),
         "n_data": int(la.n_data),
         "n_outputs": int(la.n_outputs),
+        "objective": _objective(la),
         **_noise_ratios(la),
     }
 
@@ -108,7 +118,7 @@ def load_state(la: Any, state: State, take_over: Callable[[FitResult], None]) ->
         >>> load_state(la, {"format": 9}, print)
         Traceback (most recent call last):
         ...
-        ValueError: Expected a state of format 1 to 3, got 9. Remedy: update laplace_debias, ...
+        ValueError: Expected a state of format 1 to 4, got 9. Remedy: update laplace_debias, ...
     """
     state = _upgraded(state)
     expected = {
@@ -123,6 +133,7 @@ def load_state(la: Any, state: State, take_over: Callable[[FitResult], None]) ->
             f"Expected a state with the noise {ours} of each output, as this object, got {theirs}. "
             "Remedy: build the Laplace object with the `sigma_noise` of the saved one."
         )
+    _check_objective(_objective(la), state["objective"])
     for key, value in expected.items():
         if state[key] != value:
             raise ValueError(
@@ -254,6 +265,26 @@ def _noise_ratios(la: Any) -> dict[str, Tensor]:
     """The noise of each output, if a posterior has more than one."""
     noise = getattr(la.objective, "output_noise", None)
     return {} if noise is None else {"output_noise": noise.double().cpu()}
+
+
+def _objective(la: Any) -> list[list[Any]]:
+    """What the loss of the fit differed in from the plain one, as names and values."""
+    own = la.objective
+    return [
+        ["class_weights", None if own.class_weights is None else own.class_weights.tolist()],
+        ["label_smoothing", float(own.label_smoothing)],
+        ["ignore_index", int(own.ignore_index)],
+    ]
+
+
+def _check_objective(ours: list[list[Any]], theirs: list[list[Any]] | None) -> None:
+    """Raise if a state was fitted with another loss; earlier formats do not tell."""
+    for (key, value), (_, saved) in zip(ours, theirs or (), strict=False):
+        if saved != value:
+            raise ValueError(
+                f"Expected a state with {key}={value}, as this object, got {saved}. Remedy: build "
+                "the Laplace object with the arguments of the saved one."
+            )
 
 
 def _plain(value: Any) -> str:

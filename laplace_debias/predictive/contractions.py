@@ -30,6 +30,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from laplace_debias.kfac.thin import coordinates, is_thin
+
 # Numbers per array: 6 MB in float32 for what a chunk of data shares, less for the tiles of rotated
 # Jacobians, which stay in cache between the product that makes them and the one that consumes them.
 CHUNK_NUMEL = 1_500_000
@@ -43,14 +45,21 @@ def data_chunks(n: int, numel_per_datum: int, at_least: int = 1) -> list[slice]:
 
 
 def rotation_order(
-    C: int, R: int, d_out: int, d_in: int, groups: int = 1, n_bases: int = 1
+    C: int,
+    R: int,
+    d_out: int,
+    d_in: int,
+    groups: int = 1,
+    n_bases: int = 1,
+    ranks: tuple[int, int] | None = None,
 ) -> tuple[bool, bool]:
     r"""Say whether to rotate inputs, and output gradients, before the sum over positions.
 
     Per datum and basis, rotating before costs ``R d_in^2`` (inputs) and ``C R d_out^2``
     (gradients), after the sum ``C d_out d_in^2`` and ``C d_out^2 d_in``. The sum itself costs
     ``C R d_out d_in``; if both sides are rotated after it, all bases share it. With several groups,
-    output row o sees the inputs of its own group only, so gradients are rotated after.
+    output row o sees the inputs of its own group only, so gradients are rotated after. Rotating d
+    numbers into a thin basis of r directions costs ``2 r d`` instead of ``d^2``.
 
     Returns:
         Whether inputs are rotated before, and whether gradients are.
@@ -61,12 +70,13 @@ def rotation_order(
         >>> rotation_order(C=10, R=256, d_out=192, d_in=1728, n_bases=6)
         (True, True)
     """
+    r_out, r_in = ranks or (d_out, d_in)
 
     def cost(A_first: bool, B_first: bool) -> float:
-        inputs = R * groups if A_first else C * d_out
-        outputs = C * d_out * d_out * (R if B_first else d_in)
+        inputs = (R * groups if A_first else C * d_out) * d_in * min(d_in, 2 * r_in)
+        outputs = C * d_out * min(d_out, 2 * r_out) * (R if B_first else d_in)
         shared = 1 if A_first or B_first else n_bases
-        return inputs * d_in * d_in + outputs + C * R * d_out * d_in / shared
+        return inputs + outputs + C * R * d_out * d_in / shared
 
     ways = [(a, b) for a in (True, False) for b in (True, False) if groups == 1 or not b]
     return min(ways, key=lambda way: cost(*way))
@@ -99,7 +109,7 @@ def weight_moments(
     Args:
         inputs: Gives the layer inputs ``[m, R, groups, d_in]`` of a slice of the data.
         G: Output gradients ``[n, C, d_out, R]``.
-        bases: Eigenvectors ``(Q_B [d_out, d_out], Q_A [d_in, d_in])`` of each posterior.
+        bases: Eigenvectors ``(Q_B [d_out, d_out], Q_A [d_in, d_in])`` of each posterior, or thin.
         inverses: Of each posterior: gives the posterior variances ``[rows * d_in, k]`` of a slice
             of output directions, for consecutive prior precisions.
         mode: A key of ``CONTRACTIONS``.
@@ -110,28 +120,32 @@ def weight_moments(
     n, C, d_out, R = G.shape
     d_in = len(bases[0][1])
     numel = max(C * d_out * d_in, R * d_in)
+    ranks = (bases[0][0].shape[1], bases[0][1].shape[1])
     few = max(1, min(n, 4, 10 * CHUNK_NUMEL // numel))  # data that share a read of the variances
     slices = [slice(0, n)] if mode == "joint" else data_chunks(n, numel, at_least=few)
     parts: list[list[Tensor]] = [[] for _ in bases]
     for s in slices:
         A, g = inputs(s), G[s]
-        A_first, B_first = rotation_order(C, R, d_out, d_in, A.shape[2], len(bases))
+        A_first, B_first = rotation_order(C, R, d_out, d_in, A.shape[2], len(bases), ranks)
         J = None if A_first or B_first else _sum_over_positions(g, A)
-        size = max(1, min(d_out, TILE_NUMEL // (len(g) * C * d_in)))
         for (Q_B, Q_A), w, part in zip(bases, inverses, parts, strict=True):
-            rotated = A @ Q_A if A_first else A
+            rotated = coordinates(A, Q_A) if A_first else A
+            wide_out, wide_in = (len(Q) + is_thin(Q) * Q.shape[1] for Q in (Q_B, Q_A))
+            size = max(1, min(wide_out, TILE_NUMEL // (len(g) * C * wide_in)))
             if B_first:
-                g_B = (Q_B.T @ g).transpose(1, 2)  # [m, d_out, C, R]
+                g_B = coordinates(g.mT, Q_B).mT.transpose(1, 2)  # [m, d_out, C, R]
             else:
-                J_A = _sum_over_positions(g, rotated) if J is None else J @ Q_A
+                J_A = _sum_over_positions(g, rotated) if J is None else coordinates(J, Q_A)
+                if is_thin(Q_B):
+                    J_A = coordinates(J_A.mT, Q_B).mT
             total: Tensor | None = None
-            for start in range(0, d_out, size):
-                rows = slice(start, min(start + size, d_out))
+            for start in range(0, wide_out, size):
+                rows = slice(start, min(start + size, wide_out))
                 if B_first:
                     tile = g_B[:, rows].transpose(1, 2).flatten(1, 2) @ rotated.squeeze(2)
-                    tile = tile if A_first else tile @ Q_A
+                    tile = tile if A_first else coordinates(tile, Q_A)
                 else:
-                    tile = Q_B[:, rows].T @ J_A
+                    tile = J_A[:, :, rows] if is_thin(Q_B) else Q_B[:, rows].T @ J_A
                 moments = contract([tile.reshape(len(g), C, -1)], partial(w, rows), mode)
                 total = moments if total is None else total + moments
             if total is not None:
@@ -146,10 +160,11 @@ def dense_jacobians(J: Tensor, Q: tuple[Tensor, ...], whole: bool = False) -> It
     """
     for s in [slice(0, len(J))] if whole else data_chunks(len(J), J[0].numel()):
         if len(Q) == 1:
-            yield J[s] @ Q[0]
+            yield coordinates(J[s], Q[0])
         else:
             Q_B, Q_A = Q
-            yield (Q_B.T @ (J[s].unflatten(2, (len(Q_B), len(Q_A))) @ Q_A)).flatten(2)
+            J_A = coordinates(J[s].unflatten(2, (len(Q_B), len(Q_A))), Q_A)
+            yield (coordinates(J_A.mT, Q_B).mT if is_thin(Q_B) else Q_B.T @ J_A).flatten(2)
 
 
 def variance(J: Tensor, w: Tensor) -> Tensor:

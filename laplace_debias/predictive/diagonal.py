@@ -77,7 +77,13 @@ def diagonal_ggn(
                 rows = slice(start, start + size)
                 part = take(X, rows)
                 with torch.no_grad():
-                    V = backward_vectors(model(part), y[rows], likelihood)  # [k, n, C]
+                    f = model(part)
+                    if f.ndim > 2:
+                        raise ValueError(
+                            f"Expected outputs [n, C] for the diagonal, got {list(f.shape)}. "
+                            "Remedy: leave the baseline 'diagonal' out for tokens and pixels."
+                        )
+                    V = backward_vectors(f, y[rows], likelihood)  # [k, n, C]
                 for v in V:
                     for name, g in per_datum(params, part, v).items():
                         total[name] += g.square().sum(0)

@@ -26,6 +26,8 @@ import torch
 from laplace.baselaplace import KronLaplace
 from torch import Tensor
 
+from laplace_debias.kfac.thin import frame_values
+from laplace_debias.kfac.thin_kron import bases_of
 from laplace_debias.network.upstream import decomposed, hessian_factor, posterior_params
 
 PriorPrecisions = float | Tensor | Sequence[float | Tensor]
@@ -38,8 +40,10 @@ class EigenBlock:
     Attributes:
         name: Name of the parameter, for messages.
         param: The parameter tensor that the block belongs to.
-        Q: Eigenvectors, ``(Q_B, Q_A)`` for a weight or ``(Q,)`` for a single-factor block.
-        lam: Eigenvalues of the likelihood's curvature, ``[d_out, d_in]`` or ``[d]``.
+        Q: Eigenvectors, ``(Q_B, Q_A)`` for a weight or ``(Q,)`` for a single-factor block; some may
+            be thin, and stand for a frame (:mod:`laplace_debias.kfac.thin`).
+        lam: Eigenvalues of the likelihood's curvature, ``[d_out, d_in]`` or ``[d]``; with thin
+            eigenvectors one for each column of the frame, d + r.
         delta: The k prior precisions of this block, ``[k]``.
         max_numel: Most numbers that :meth:`inverses` may hold in one array.
         keep: Whether :meth:`inverses` may keep its result.
@@ -198,6 +202,7 @@ def eigen_blocks(la: KronLaplace, deltas: Tensor, memory_budget: int) -> list[Ei
         ValueError: If the blocks of ``la.H`` do not match the parameters.
     """
     params, H = posterior_params(la), decomposed(la)
+    bases = bases_of(H)
     if len(params) != len(H):
         raise ValueError(
             f"Expected one curvature block per parameter tensor ({len(params)}), got {len(H)}. "
@@ -210,7 +215,7 @@ def eigen_blocks(la: KronLaplace, deltas: Tensor, memory_budget: int) -> list[Ei
     blocks = []
     for i, p in enumerate(params):
         dtype = torch.promote_types(p.dtype, torch.float32)
-        Qs = tuple(Q.detach().to(dtype) for Q in H.eigenvectors[i])
+        Qs = tuple(Q.detach().to(dtype) for Q in bases[i])
         lams = [lam.detach().to(dtype) for lam in H.eigenvalues[i]]
         if math.prod(map(len, lams)) != p.numel():
             raise ValueError(
@@ -218,6 +223,7 @@ def eigen_blocks(la: KronLaplace, deltas: Tensor, memory_budget: int) -> list[Ei
                 f"{tuple(p.shape)}, got {math.prod(map(len, lams))}. Remedy: refit the "
                 "approximation."
             )
+        lams = [frame_values(*pair) for pair in zip(lams, Qs, strict=True)]
         lam = lams[0] if len(lams) == 1 else torch.outer(lams[0], lams[1])
         lam = hessian_factor(la).detach().to(dtype) * lam + offsets[i].to(dtype)
         name, delta = names.get(id(p), f"block {i}"), deltas[:, i].to(dtype)

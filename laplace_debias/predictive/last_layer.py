@@ -5,12 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from laplace.baselaplace import BaseLaplace
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 
+from laplace_debias.kfac.thin import coordinates, is_thin
+from laplace_debias.network.upstream import is_last_layer, last_layer_of
 from laplace_debias.predictive import contractions as maths
 from laplace_debias.predictive.eigenblocks import EigenBlock
 
-__all__ = ["last_layer_moments"]
+__all__ = ["has_closed_form", "last_layer_moments"]
+
+
+def has_closed_form(la: BaseLaplace) -> bool:
+    """Whether the Jacobians of a posterior are known from its features: of a last layer they are.
+
+    Args:
+        la: A Laplace approximation, ours or laplace-torch's.
+
+    Returns:
+        False for all layers, and for a last layer whose weight a parametrisation computes.
+
+    Example:
+        >>> from laplace import Laplace
+        >>> has_closed_form(Laplace(torch.nn.Linear(2, 1), "regression", "all", "kron"))
+        False
+    """
+    return is_last_layer(la) and not is_parametrized(last_layer_of(la.model))
 
 
 def last_layer_moments(
@@ -58,17 +79,19 @@ def last_layer_moments(
 def _last_layer_block(block: EigenBlock, phi: Tensor, mode: str) -> Tensor:
     """Contract one block; see :func:`last_layer_moments`."""
     Q_B, n = block.Q[0], len(phi)
+    Q_B = coordinates(torch.eye(len(Q_B)).to(Q_B), Q_B) if is_thin(Q_B) else Q_B  # [C, C + r]
     rows = Q_B.expand(n, *Q_B.shape)  # the same rotated gradients for every datum
     if mode == "joint":
         if len(block.Q) == 1:
-            J = rows if block.param.ndim == 1 else (phi @ block.Q[0]).unsqueeze(1)
+            J = rows if block.param.ndim == 1 else coordinates(phi, block.Q[0]).unsqueeze(1)
         else:
-            J = (rows.unsqueeze(-1) * (phi @ block.Q[1])[:, None, None, :]).flatten(2)
+            a = coordinates(phi, block.Q[1])
+            J = (rows.unsqueeze(-1) * a[:, None, None, :]).flatten(2)
         return maths.contract([J.clone()], block.inverses, mode)[..., : len(block.delta)]
     if len(block.Q) == 1 and block.param.ndim > 1:  # one output, one feature
-        J = (phi @ block.Q[0]).unsqueeze(1)
+        J = coordinates(phi, block.Q[0]).unsqueeze(1)
         return maths.contract([J], block.inverses, mode)[..., : len(block.delta)]
-    phi2 = None if len(block.Q) == 1 else (phi @ block.Q[1]).square()
+    phi2 = None if len(block.Q) == 1 else coordinates(phi, block.Q[1]).square()
     parts = []
     for delta in block.delta:
         w = (block.lam + delta).reciprocal()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take, tensors_of
+from laplace_debias.kfac.thin import coordinates
 from laplace_debias.network.layers import has_rows_last, is_norm, is_transposed
 from laplace_debias.network.ownership import is_ordinary, owners
 from laplace_debias.network.recorder import LayerCall
@@ -23,6 +24,7 @@ from laplace_debias.predictive import contractions as maths
 from laplace_debias.predictive.eigenblocks import EigenBlock
 from laplace_debias.predictive.last_layer import last_layer_moments
 from laplace_debias.predictive.output_gradients import OutputGradients, all_classes
+from laplace_debias.predictive.output_groups import grouped_moments
 from laplace_debias.predictive.probing import (
     Capture,
     call_inputs,
@@ -65,6 +67,7 @@ class LayerJacobians:
         self._misplaced: set[int] = set()
         self._warned: set[str] = set()
         self._bytes: dict[object, tuple[int, int]] = {}
+        self._sizes: dict[object, tuple[int, int]] = {}
         self._gradients = OutputGradients(keep_graph)
         self.has_output_layer = False
 
@@ -80,7 +83,7 @@ class LayerJacobians:
         if self.verify and (n > 1) not in self._verified:
             self._check(x)
             self._verified.add(n > 1)
-        known = (n > 1, *((t.shape[1:], t.dtype) for t in tensors_of(x)))
+        known = self._form(x, n)
         if known in self._bytes:
             return self._bytes[known]
         m = min(n, 2)  # as many as it takes to tell the data apart
@@ -94,8 +97,18 @@ class LayerJacobians:
                 per_output += 2 * block.param.numel()  # its Jacobian will be formed
         self.has_output_layer = bool(self._output_layer(probe))
         size = torch.finfo(torch.promote_types(probe.f.dtype, torch.float32)).bits // 8
+        self._sizes[known] = (probe.f.shape[1], probe.shape[-1])
         self._bytes[known] = (held * size, per_output * size)
         return self._bytes[known]
+
+    def _form(self, x: Inputs, n: int) -> tuple[object, ...]:
+        """What the memory of a datum and the number of its outputs depend on."""
+        return (n > 1, *((t.shape[1:], t.dtype) for t in tensors_of(x)))
+
+    def n_outputs(self, x: Inputs) -> tuple[int, int]:
+        """Number of a datum's outputs, of all positions and of each; see :meth:`prepare`."""
+        self.prepare(x)
+        return self._sizes[self._form(x, size_of(x, self.key))]
 
     def _check(self, x: Inputs) -> None:
         """Find the parameters whose rows do not make up the Jacobian of a few data."""
@@ -115,14 +128,14 @@ class LayerJacobians:
         *,
         apart: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the outputs ``[n, C]`` and, per posterior, the sum of its blocks' contractions.
+        """Return the outputs ``[n, *positions, C]`` and, per posterior, the sum over its blocks.
 
         The posteriors share the passes through the model.
 
         Args:
             x: The data.
-            mode: ``"variance"`` (``[n, C, k]``), ``"covariance"`` (``[n, C, C, k]``) or
-                ``"joint"`` (``[n * C, n * C, k]``).
+            mode: ``"variance"`` (``[n, *positions, C, k]``), ``"covariance"``
+                (``[n, *positions, C, C, k]``) or ``"joint"`` (``[n * C, n * C, k]``).
             posteriors: Blocks of each posterior, for the same parameters as this object's.
             at_once: Most outputs whose gradients are held at once; all by default. Covariances of
                 outputs in different parts take their passes once per pair of parts.
@@ -131,7 +144,7 @@ class LayerJacobians:
             apart: Whether to leave the blocks apart, ``[n_blocks, ...]``, instead of their sum.
         """
         capture = run(self.model, x, self.modules, self.keep_graph)
-        n, C = capture.f.shape
+        n = len(capture.f)
         sources: dict[int, list[Source]] = {}
         others: list[int] = []
         slow: dict[str, str] = {}
@@ -147,21 +160,20 @@ class LayerJacobians:
         self._warn(slow)
         moments = partial(self._moments, x, capture, mode, posteriors, sources, others, apart)
         classes = all_classes(capture.f) if choose is None else choose(capture.f)
-        if mode == "joint" or at_once is None or at_once >= classes.shape[1]:
-            totals = moments(classes)
-        elif mode == "variance":
-            parts = classes.split(at_once, dim=1)
-            pieces = [moments(part, i + 1 == len(parts)) for i, part in enumerate(parts)]
-            totals = [torch.cat(c, dim=1 + apart) for c in zip(*pieces, strict=True)]
-        else:
-            totals = _by_pairs(moments, classes.split(max(1, at_once // 2), dim=1))
+        totals = grouped_moments(moments, classes, mode, capture.shape[-1], at_once, apart=apart)
         if choose is not None:
             rest = [self._output_layer_moments(capture, blocks) for blocks in posteriors]
             totals = [
                 all_of.scatter(1, classes.unsqueeze(-1).expand(total.shape), total)
                 for all_of, total in zip(rest, totals, strict=True)
             ]
-        return capture.f, totals
+        if mode == "covariance":  # positions, then classes
+            totals = [t.unflatten(1 + apart, capture.shape[1:-1] or (1,)) for t in totals]
+            if len(capture.shape) == 2:
+                totals = [t.squeeze(1 + apart) for t in totals]
+        elif mode == "variance" and len(capture.shape) > 2:
+            totals = [t.unflatten(1 + apart, capture.shape[1:]) for t in totals]
+        return capture.f.reshape(capture.shape), totals
 
     def _moments(
         self,
@@ -208,7 +220,9 @@ class LayerJacobians:
         for i, block in enumerate(self.blocks):
             owners = self.owners.get(id(block.param), [])
             calls = [call for module, _ in owners for call in capture.calls.get(module, [])]
-            if len(calls) == 1 and calls[0].is_output(capture.f):
+            if len(calls) == 1 and capture.f.shape == capture.shape:
+                if not calls[0].is_output(capture.f):
+                    continue
                 if isinstance(calls[0].module, nn.Linear) and len(block.Q) <= 2:
                     found[i] = calls[0]
         return found
@@ -309,28 +323,9 @@ class LayerJacobians:
             if R == 1 and getattr(module, "groups", 1) == 1 and mode != "joint":
                 A, results = inputs(slice(0, n)).flatten(1), []
                 for block, (Q_B, Q_A) in zip(blocks, bases, strict=True):
-                    g, a = G.squeeze(-1) @ Q_B, A @ Q_A
+                    g, a = coordinates(G.squeeze(-1), Q_B), coordinates(A, Q_A)
                     sides = [maths.input_side(a, w) for w in block.inverses(input_first=True)]
                     results.append(maths.contract([g], partial(iter, sides), mode))
                 return results
             inverses = [lambda rows, b=block: b.inverses(rows=rows) for block in blocks]
             return maths.weight_moments(inputs, G, bases, inverses, mode)
-
-
-def _by_pairs(
-    moments: Callable[[Tensor, bool], list[Tensor]], parts: Sequence[Tensor]
-) -> list[Tensor]:
-    """Covariances of all outputs from those of any two parts of them."""
-    rows: list[list[list[Tensor]]] = []  # [part][other part][posterior]
-    for i, one in enumerate(parts):
-        rows.append([[t.transpose(1, 2) for t in rows[j][i]] for j in range(i)])
-        for j, two in enumerate(parts[i:], i):
-            last = i + 1 == len(parts)
-            both = moments(one if i == j else torch.cat([one, two], dim=1), last)
-            m = one.shape[1]
-            rows[i].append([t if i == j else t[:, :m, m:] for t in both])
-    n_posteriors = len(rows[0][0])
-    return [
-        torch.cat([torch.cat([piece[p] for piece in row], dim=2) for row in rows], dim=1)
-        for p in range(n_posteriors)
-    ]

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,6 +87,33 @@ def class_log_probabilities(
     return _wide_log_probabilities(
         mean, covariance, link_approx, diagonal, n_samples, generator
     ).to(dtype)
+
+
+def position_log_probabilities(
+    mean: Tensor, covariance: Tensor, link_approx: str = "probit", **options: Any
+) -> Tensor:
+    """The same for each of several positions of a datum (tokens, pixels), if there are any.
+
+    Args:
+        mean: Output means ``[n, *positions, C]``.
+        covariance: ``[k, n, *positions, C, C]``, or variances ``[k, n, *positions, C]``.
+        link_approx: One of ``LINKS``.
+        **options: Of :func:`class_log_probabilities`.
+
+    Returns:
+        Log-probabilities ``[k, n, *positions, C]``.
+
+    Example:
+        >>> mean, variance = torch.zeros(4, 5, 2), torch.ones(3, 4, 5, 2)
+        >>> position_log_probabilities(mean, variance, diagonal=True).shape
+        torch.Size([3, 4, 5, 2])
+    """
+    rows = mean.flatten(0, -2)
+    found: Tensor = class_log_probabilities(
+        rows, covariance.flatten(1, mean.ndim - 1), link_approx, **options
+    )
+    log_probs: Tensor = found.unflatten(1, mean.shape[:-1])
+    return log_probs
 
 
 def label_log_probabilities(

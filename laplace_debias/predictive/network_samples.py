@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.network.calling import call_model
 from laplace_debias.network.features import outputs_and_features
+from laplace_debias.network.positions import classes_last
 from laplace_debias.network.substitution import substituted
 from laplace_debias.network.upstream import last_layer_of
 
@@ -73,4 +74,4 @@ def network_samples(
                 "model that ends in `.squeeze()` loses the data's dimension for a single datum; "
                 "name the dimension, as in `.squeeze(-1)`."
             )
-        yield outputs
+        yield classes_last(outputs)

@@ -11,11 +11,11 @@ from torch import Tensor
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.predictive.links import (
     check_link,
-    class_log_probabilities,
     label_log_probabilities,
     mean_label_log_probabilities,
     mean_log_probabilities,
     needs_diagonal_only,
+    position_log_probabilities,
 )
 
 METHODS = ("exact", "top", "samples", "auto")
@@ -87,6 +87,35 @@ def check_method(method: str) -> None:
         )
 
 
+def moments_by(
+    predictor: Predictor,
+    x: Inputs,
+    method: str,
+    n_samples: int,
+    generator: torch.Generator | None,
+    diagonal: bool,
+) -> Moments:
+    """Means and (co)variances of outputs by any method.
+
+    Args:
+        predictor: The linearised predictive.
+        x: The data.
+        method: ``"exact"``, ``"top"``, ``"samples"`` or ``"auto"``.
+        n_samples: Number of samples, if any.
+        generator: Random number generator for samples.
+        diagonal: Whether variances are enough.
+
+    Raises:
+        ValueError: For an unknown method.
+    """
+    check_method(method)
+    if method == "auto":
+        method = predictor.chosen_method(x, n_samples, diagonal)
+    if method == "samples":
+        return predictor.sampled(x, n_samples, generator, diagonal)
+    return predictor.top(x, diagonal) if method == "top" else predictor(x, diagonal)
+
+
 def glm_predictions(
     predictor: Predictor,
     x: Inputs,
@@ -117,7 +146,7 @@ def glm_predictions(
             its square. Regression knows none.
 
     Yields:
-        ``(log-probabilities [n, C],)`` for classification, of no and yes for labels
+        ``(log-probabilities [n, *positions, C],)`` for classification, of no and yes for labels
         (``[n, C, 2]``), ``(mean [n, C], covariance)`` for regression, with covariances
         ``[n, C, C]`` or, with ``diagonal_output``, ``[n, C]``.
 
@@ -128,20 +157,14 @@ def glm_predictions(
     check_method(method)
     diagonal = diagonal_output if regression else needs_diagonal_only(link_approx, diagonal_output)
     diagonal |= labels
-    if method == "auto":
-        method = predictor.chosen_method(x, n_samples, diagonal)
+    method = predictor.chosen_method(x, n_samples, diagonal) if method == "auto" else method
     if method == "samples" and link_approx == "mc" and not regression and (labels or not diagonal):
         _, samples = predictor.samples(x, n_samples, generator)
         for drawn in samples:
             link = mean_label_log_probabilities if labels else mean_log_probabilities
             yield (link(drawn / logit_temperature),)
         return
-    if method == "samples":
-        result = predictor.sampled(x, n_samples, generator, diagonal)
-    elif method == "top":
-        result = predictor.top(x, diagonal)
-    else:
-        result = predictor(x, diagonal)
+    result = moments_by(predictor, x, method, n_samples, generator, diagonal)
     covariance = result.covariance if predictor.many else result.covariance.unsqueeze(0)
     if regression:
         for one in covariance:
@@ -153,6 +176,6 @@ def glm_predictions(
         log_probs = label_log_probabilities(mean, covariance, link_approx, **options)
     else:
         options["diagonal"] = diagonal
-        log_probs = class_log_probabilities(mean, covariance, link_approx, **options)
+        log_probs = position_log_probabilities(mean, covariance, link_approx, **options)
     for one in log_probs:
         yield (one,)

@@ -10,7 +10,8 @@ precisions.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,6 @@ from laplace_debias.network.upstream import (
     device_of,
     dtype_of,
     feature_extractor,
-    is_last_layer,
     row_keys,
 )
 from laplace_debias.network.verify import verify_last_layer
@@ -38,7 +38,7 @@ from laplace_debias.predictive.eigenblocks import (
     eigen_blocks,
     prior_grid,
 )
-from laplace_debias.predictive.last_layer import last_layer_moments
+from laplace_debias.predictive.last_layer import has_closed_form, last_layer_moments
 from laplace_debias.predictive.layer_jacobians import LayerJacobians
 from laplace_debias.predictive.output_gradients import top_classes
 from laplace_debias.predictive.predictions import check_method
@@ -55,10 +55,12 @@ class LinearizedPredictive:
     """Gaussian over the outputs of the linearised network.
 
     Attributes:
-        mean: Means ``[n, C]``; they do not depend on the prior precision.
-        covariance: ``[n, C, C]``; only the diagonal ``[n, C]`` with ``diagonal_output``; the joint
-            covariance of all data ``[n * C, n * C]`` with ``joint``. With many prior precisions
-            a leading dimension k in front.
+        mean: Means ``[n, C]``, with positions (tokens, pixels) ``[n, *positions, C]``; they do not
+            depend on the prior precision.
+        covariance: ``[n, C, C]`` or ``[n, *positions, C, C]``, of the outputs of one position; only
+            the diagonal, in the shape of the mean, with ``diagonal_output``; the joint covariance
+            of all data ``[n * C, n * C]`` with ``joint``. With many prior precisions a leading
+            dimension k in front.
         prior_precisions: The prior precisions ``[k, n_blocks]``.
         method: ``"exact"``, ``"top"`` or ``"samples"``.
     """
@@ -109,7 +111,7 @@ class StructuredPredictor:
         self.keep_graph = la.enable_backprop if keep_graph is None else keep_graph
         nodes = None
         scalar = bool((self.deltas == self.deltas[:, :1]).all())
-        if scalar and len(self.deltas) > N_NODES and not is_last_layer(la):
+        if scalar and len(self.deltas) > N_NODES and not has_closed_form(la):
             nodes = prior_nodes(self.deltas[:, 0])
         self._coefficients = None if nodes is None else nodes[1]
         deltas = self.deltas if nodes is None else nodes[0].unsqueeze(1).expand(-1, n_blocks)
@@ -126,7 +128,7 @@ class StructuredPredictor:
         x = self._inputs(x)
         mode = "joint" if joint else "variance" if diagonal_output else "covariance"
         with differentiable(self.la.model, self.params):
-            if is_last_layer(self.la):
+            if has_closed_form(self.la):
                 f, moments = self._last_layer(x, mode)
             else:
                 f, (moments,) = self._all_layers(x, mode, [self.blocks])
@@ -145,20 +147,25 @@ class StructuredPredictor:
 
         :math:`\hat\Sigma = \frac{1}{S} \sum_s (f_s - f) (f_s - f)^\top`; the mean is exact.
         """
-        f, samples = self.samples(x, n_samples, generator)
-        moments = torch.stack([_second_moment(d - f, diagonal_output) for d in samples], dim=-1)
+        with self._sampler() as sampler:
+            f, moments = sampler.moments(self._inputs(x), n_samples, generator, diagonal_output)
         return self._result(f, moments, "samples")
 
     def samples(
         self, x: Inputs, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs ``[n, C]`` and samples of them ``[k, n_samples, n, C]``."""
+        with self._sampler() as sampler:
+            return sampler(self._inputs(x), n_samples, generator)
+
+    @contextmanager
+    def _sampler(self) -> Iterator[WeightSampler]:
+        """What draws from the posteriors, while the model can be differentiated."""
         blocks = self.blocks
         if self._coefficients is not None:  # samples are of each prior precision itself
             blocks = eigen_blocks(self.la, self.deltas, self.memory_budget)
-        sampler = WeightSampler(self.la, blocks, self.memory_budget, self.keep_graph)
         with differentiable(self.la.model, self.params):
-            return sampler(self._inputs(x), n_samples, generator)
+            yield WeightSampler(self.la, blocks, self.memory_budget, self.keep_graph)
 
     def top(self, x: Inputs, diagonal_output: bool = True) -> LinearizedPredictive:
         r"""Return exact variances of the classes that carry the probability.
@@ -174,7 +181,7 @@ class StructuredPredictor:
             ValueError: If covariances are asked for, or the network does not end in a linear layer
                 with Bayesian parameters.
         """
-        if not diagonal_output or is_last_layer(self.la):
+        if not diagonal_output or has_closed_form(self.la):
             raise ValueError(
                 "Expected method='top' for variances of an all-layer posterior, got a link that "
                 "needs covariances, or a last layer, which is exact anyway. Remedy: "
@@ -197,22 +204,21 @@ class StructuredPredictor:
         """The way that ``method="auto"`` takes: exact, unless that costs five times another.
 
         Counted in forward passes: a backward pass or a forward-mode product costs about two. The
-        exact way takes one backward pass and as much again for the contraction per output, and,
-        unless only diagonals are needed, C products per output; :meth:`top` does so for at most 20
-        outputs; S samples take a product each for every prior precision. The last layer's closed
-        form is always exact: it needs no pass at all.
+        exact way takes one backward pass and as much again for the contraction per output (of all
+        positions), and, unless only diagonals are needed, C products per output; :meth:`top` does
+        so for at most 20 outputs; S samples take a product each for every prior precision. The
+        last layer's closed form is always exact: it needs no pass at all.
         """
-        if is_last_layer(self.la):
+        if has_closed_form(self.la):
             return "exact"
-        C, k = self.la.n_outputs, len(self.deltas)
+        with differentiable(self.la.model, self.params):
+            C, _ = self._layers.n_outputs(self._inputs(x))
+        k = len(self.deltas)
         costs = {"samples": 2 * max(n_samples, 20) * k}
         exact = 4 * C + (0 if diagonal_output else C * k)
         if exact <= 5 * min(4 * N_TOP, *costs.values()):
             return "exact"
         if diagonal_output and likelihood_name(self.la.likelihood) == "classification":
-            x = self._inputs(x)
-            with differentiable(self.la.model, self.params):
-                self._layers.prepare(x)
             if self._layers.has_output_layer:
                 costs["top"] = 4 * N_TOP
         best = min(costs, key=lambda name: costs[name])
@@ -235,7 +241,7 @@ class StructuredPredictor:
         """
         x, mode = self._inputs(x), "variance" if diagonal_output else "covariance"
         with differentiable(self.la.model, self.params):
-            if is_last_layer(self.la):
+            if has_closed_form(self.la):
                 f, moments = self._last_layer(x, mode, apart=True)
             else:
                 f, (moments,) = self._all_layers(x, mode, [self.blocks], apart=True)
@@ -278,10 +284,18 @@ class StructuredPredictor:
         """
         key = row_keys(self.la)
         n, (held, per_output) = size_of(x, key), self._layers.prepare(x)
-        C = self.la.n_outputs if choose is None else min(N_TOP, self.la.n_outputs)
+        outputs, group = self._layers.n_outputs(x)
+        if mode == "joint" and outputs != group:
+            raise ValueError(
+                "Expected joint=False for outputs with positions (tokens, pixels), got True. "
+                "Remedy: leave it out for the covariances of each position."
+            )
+        C = group if mode == "covariance" else outputs
+        C = C if choose is None else min(N_TOP, C)
         size = n if mode == "joint" else max(1, self.memory_budget // (held + C * per_output))
         at_once = max(1, min(C, (self.memory_budget - held) // per_output))
-        options = (at_once if mode != "joint" and size == 1 and not apart else None, choose)
+        cut = mode == "variance" or (mode == "covariance" and not apart)
+        options = (at_once if cut and size == 1 else None, choose)
         if size >= n:
             return self._layers.contract(x, mode, posteriors, *options, apart=apart)
         size = -(-n // -(-n // size))  # chunks of one size: a small last one costs more per datum
@@ -301,7 +315,11 @@ class StructuredPredictor:
         with torch.set_grad_enabled(self.keep_graph):
             f, phi = outputs_and_features(feature_extractor(self.la.model), x)
             phi = phi.to(self.deltas.dtype)
-            return f, last_layer_moments(self.blocks, f, phi, mode, apart=apart)
+            if f.ndim == 2 or f.ndim != phi.ndim or mode == "joint":
+                return f, last_layer_moments(self.blocks, f, phi, mode, apart=apart)
+            rows = (f.flatten(0, -2), phi.flatten(0, -2))  # one for each position
+            moments = last_layer_moments(self.blocks, *rows, mode, apart=apart)
+            return f, moments.unflatten(int(apart), f.shape[:-1])
 
 
 class SharedPredictor:
@@ -333,7 +351,7 @@ class SharedPredictor:
             raise ValueError("Expected at least one predictor, got none. Remedy: pass some.")
         self.predictors = tuple(predictors)
         params = [[id(p) for p in predictor.params] for predictor in predictors]
-        if not is_last_layer(predictors[0].la) and any(ids != params[0] for ids in params):
+        if not has_closed_form(predictors[0].la) and any(ids != params[0] for ids in params):
             raise ValueError(
                 "Expected posteriors over the same parameters of one model, got others. Remedy: "
                 "build every Laplace approximation around the same model object, with the same "
@@ -348,7 +366,7 @@ class SharedPredictor:
             diagonal_output: Return the diagonals of the covariances only, which is cheaper.
         """
         first = self.predictors[0]
-        if is_last_layer(first.la):  # a closed form without backward passes
+        if has_closed_form(first.la):  # a closed form without backward passes
             return [predictor(x, diagonal_output) for predictor in self.predictors]
         x = first._inputs(x)
         mode = "variance" if diagonal_output else "covariance"
@@ -359,13 +377,6 @@ class SharedPredictor:
             predictor._result(f, part.detach(), "exact")
             for predictor, part in zip(self.predictors, moments, strict=True)
         ]
-
-
-def _second_moment(d: Tensor, diagonal: bool) -> Tensor:
-    """Mean of ``d d^T`` (or its diagonal) over the first dimension of ``d [S, n, C]``."""
-    if diagonal:
-        return d.square().mean(0)
-    return torch.einsum("snc,snd->ncd", d, d) / len(d)
 
 
 def linearized_predictive(

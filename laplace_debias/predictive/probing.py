@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
 from laplace_debias.network.calling import call_model
 from laplace_debias.network.layers import Norm, is_norm, norm_positions, normalised
+from laplace_debias.network.positions import classes_last, flat_outputs
 from laplace_debias.network.recorder import LayerCall, Recorder, check_outputs, count_uses
 from laplace_debias.network.remembered import question_of, recall, remember
 from laplace_debias.network.unfold import patches
@@ -37,12 +38,14 @@ class Capture:
     """What one run of the model leaves behind.
 
     Attributes:
-        f: Model outputs ``[n, C]``, attached to the graph.
+        f: Model outputs ``[n, C]``, attached to the graph; those of all positions in one row.
+        shape: Their shape with positions, ``[n, *positions, C]``.
         calls: The calls of every recorded layer, in order.
         uses: How often the graph uses each parameter, by ``id``.
     """
 
     f: Tensor
+    shape: torch.Size
     calls: dict[nn.Module, list[LayerCall]]
     uses: Counter[int]
 
@@ -60,7 +63,7 @@ def run(model: nn.Module, x: Inputs, modules: list[nn.Module], keep_graph: bool 
         Outputs, calls and uses.
 
     Raises:
-        ValueError: If the model's output is not ``[n, C]``.
+        ValueError: If the model's output has no dimension for the data.
 
     Example:
         >>> net = nn.Linear(2, 3)
@@ -70,8 +73,9 @@ def run(model: nn.Module, x: Inputs, modules: list[nn.Module], keep_graph: bool 
     """
     recorder = Recorder(modules, keep_inputs=True, keep_graph=keep_graph)
     with recorder.recording():
-        f = check_outputs(call_model(model, x))
-    return Capture(f, recorder.calls, count_uses(f))
+        raw = check_outputs(call_model(model, x))
+    f = flat_outputs(raw)
+    return Capture(f, classes_last(raw).shape, recorder.calls, count_uses(f))
 
 
 def call_inputs(call: LayerCall, n: int, dim: int | None, rows: slice) -> Tensor:
@@ -195,7 +199,7 @@ def per_datum_jacobians(
     rows: list[list[Tensor]] = [[] for _ in params]
     n = size_of(x, key)
     for i in range(n):
-        f = call_model(model, take(x, slice(i, i + 1), key)).reshape(-1)
+        f = flat_outputs(call_model(model, take(x, slice(i, i + 1), key))).reshape(-1)
         for c in range(len(f)) if classes is None else classes[i].tolist():
             grads = torch.autograd.grad(
                 f[c], params, retain_graph=True, create_graph=keep_graph, allow_unused=True

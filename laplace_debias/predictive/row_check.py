@@ -11,6 +11,7 @@ from laplace_debias.data.inputs import Inputs, Keys, size_of, take
 from laplace_debias.network.calling import call_model
 from laplace_debias.network.check import agree, derivatives, random_steps
 from laplace_debias.network.layers import is_norm, is_transposed
+from laplace_debias.network.positions import flat_outputs
 from laplace_debias.network.recorder import LayerCall
 from laplace_debias.network.remembered import question_of, recall, remember
 from laplace_debias.network.unfold import patch_order
@@ -110,7 +111,7 @@ def misplaced_rows(
     vectors: Tensor | None = None
     alone = []  # [n][parameter]
     for i in range(n):
-        f = call_model(model, take(x, slice(i, i + 1), key))
+        f = flat_outputs(call_model(model, take(x, slice(i, i + 1), key)))
         if not f.requires_grad:
             return set()
         vectors = random_steps([f.expand(n, -1)])[0] if vectors is None else vectors

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from laplace.baselaplace import KronLaplace
@@ -21,17 +22,22 @@ from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace_debias.data.inputs import Inputs, size_of, take
+from laplace_debias.kfac.thin import from_coordinates
 from laplace_debias.network.calling import call_model
 from laplace_debias.network.features import outputs_and_features
+from laplace_debias.network.positions import classes_last
 from laplace_debias.network.preserve import Change, held
 from laplace_debias.network.recorder import Recorder
 from laplace_debias.network.substitution import substituted
-from laplace_debias.network.upstream import feature_extractor, is_last_layer, row_keys
+from laplace_debias.network.upstream import feature_extractor, row_keys
 from laplace_debias.predictive.eigenblocks import EigenBlock
+from laplace_debias.predictive.last_layer import has_closed_form
 from laplace_debias.predictive.links import check_n_samples
 
 _forward_mode_lock = threading.Lock()
 """PyTorch's forward mode keeps its level in a global variable: one thread at a time."""
+Draws = Callable[["torch.Generator | None"], Iterator[tuple[int, Tensor]]]
+"""Yields numbers of prior precisions with samples minus outputs, ``[s, n, *positions, C]``."""
 
 
 def posterior_step(eps: Tensor, block: EigenBlock, k: int) -> Tensor:
@@ -39,10 +45,11 @@ def posterior_step(eps: Tensor, block: EigenBlock, k: int) -> Tensor:
 
     :math:`Q_B \, [\, E / \sqrt{\lambda + \delta_k} \,] \, Q_A^\top`, with :math:`E` the numbers in
     the shape of the weight, drawn along the eigenvectors; for a single factor
-    :math:`Q \, [\, \epsilon / \sqrt{\lambda + \delta_k} \,]`.
+    :math:`Q \, [\, \epsilon / \sqrt{\lambda + \delta_k} \,]`. Thin eigenvectors stand for
+    their frame, :math:`U \, \mathrm{diag}(w)\, U^\top` being the same covariance.
 
     Args:
-        eps: Standard normal numbers ``[S, D]``.
+        eps: Standard normal numbers ``[S, D]``, one for each of the block's eigenvalues.
         block: The posterior's block.
         k: Which of its prior precisions.
 
@@ -51,11 +58,11 @@ def posterior_step(eps: Tensor, block: EigenBlock, k: int) -> Tensor:
     """
     scale = (block.lam + block.delta[k]).rsqrt()
     if len(block.Q) == 1:
-        step = (eps * scale) @ block.Q[0].T
+        step = from_coordinates(eps * scale, block.Q[0])
     else:
         Q_B, Q_A = block.Q
-        E = eps.unflatten(1, (len(Q_B), len(Q_A)))
-        step = Q_B @ (E * scale) @ Q_A.T
+        E = from_coordinates(eps.unflatten(1, block.lam.shape) * scale, Q_A)
+        step = from_coordinates(E.mT, Q_B).mT
     return step.reshape(len(eps), *block.param.shape).to(block.param.dtype)
 
 
@@ -100,18 +107,62 @@ class WeightSampler:
     def __call__(
         self, x: Inputs, n_samples: int, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
-        """Return outputs ``[n, C]`` and samples ``[k, n_samples, n, C]``.
+        """Return outputs ``[n, *positions, C]`` and samples ``[k, n_samples, n, *positions, C]``.
 
         Raises:
             ValueError: If ``n_samples`` is not positive.
         """
+        k = len(self.blocks[0].delta)
+        parts: list[list[Tensor]] = [[] for _ in range(k)]
+        with self._prepared(x, n_samples) as (f, draws):
+            for i, new in draws(generator):
+                parts[i].append(f + new)
+        return f, torch.stack([torch.cat(part) for part in parts])
+
+    def moments(
+        self,
+        x: Inputs,
+        n_samples: int,
+        generator: torch.Generator | None,
+        diagonal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        r"""Return outputs and the samples' second moments, of which few are held at once.
+
+        :math:`\frac{1}{S} \sum_s (f_s - f) (f_s - f)^\top` for the outputs of each position.
+
+        Args:
+            x: The data.
+            n_samples: Number S of samples.
+            generator: Source of randomness.
+            diagonal: Whether variances are enough.
+
+        Returns:
+            Outputs ``[n, *positions, C]`` and moments ``[n, *positions, C, C, k]``, with
+            ``diagonal`` ``[n, *positions, C, k]``.
+
+        Raises:
+            ValueError: If ``n_samples`` is not positive.
+        """
+        totals: dict[int, Tensor] = {}
+        with self._prepared(x, n_samples) as (f, draws):
+            for i, d in draws(generator):
+                new = (
+                    d.square().sum(0) if diagonal else torch.einsum("s...c,s...d->...cd", d, d)
+                ) / n_samples
+                totals[i] = totals[i] + new if i in totals else new
+        return f, torch.stack([totals[i] for i in range(len(totals))], dim=-1)
+
+    @contextmanager
+    def _prepared(self, x: Inputs, n_samples: int) -> Iterator[tuple[Tensor, Draws]]:
+        """The outputs, and what draws differences to them, prior precision by prior precision."""
         check_n_samples(n_samples)
         with torch.set_grad_enabled(self.keep_graph):
-            if is_last_layer(self.la):
+            if has_closed_form(self.la):
                 f, phi = outputs_and_features(feature_extractor(self.la.model), x)
-                return f, self._last_layer(f, phi, n_samples, generator)
+                yield f, partial(self._last_layer, f, phi, n_samples)
+                return
             with forward_mode():
-                return self._all_layers(x, n_samples, generator)
+                yield self._all_layers(x, n_samples)
 
     def _draw(self, n_samples: int, generator: torch.Generator | None) -> list[Tensor]:
         """Draw standard normal numbers for every block, ``[n_samples, D]`` each."""
@@ -125,24 +176,21 @@ class WeightSampler:
 
     def _last_layer(
         self, f: Tensor, phi: Tensor, n_samples: int, generator: torch.Generator | None
-    ) -> Tensor:
-        """Add ``phi dW^T + db`` to the outputs."""
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield ``phi dW^T + db`` of some samples, for one prior precision after the other."""
+        rows = phi if f.ndim == 2 else phi.flatten(0, -2)
         numel = sum(block.lam.numel() for block in self.blocks) + f.numel()
         size = max(1, self.memory_budget // (4 * numel * f.element_size()))
-        parts = []
         for start in range(0, n_samples, size):
             eps = self._draw(min(size, n_samples - start), generator)
             for k in range(len(self.blocks[0].delta)):
-                out = f
-                for e, block in zip(eps, self.blocks, strict=True):
-                    step = posterior_step(e, block, k)
-                    out = out + (phi @ step.mT if step.ndim == 3 else step.unsqueeze(1))
-                parts.append(out)
-        return _sort(parts, len(self.blocks[0].delta))
+                steps = [posterior_step(e, b, k) for e, b in zip(eps, self.blocks, strict=True)]
+                moved = [rows @ s.mT if s.ndim == 3 else s.unsqueeze(1) for s in steps]
+                total = sum(moved[1:], moved[0])
+                shape = (len(total), len(f.flatten(0, -2)), f.shape[-1])
+                yield k, total.expand(shape).reshape(len(total), *f.shape)
 
-    def _all_layers(
-        self, x: Inputs, n_samples: int, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor]:
+    def _all_layers(self, x: Inputs, n_samples: int) -> tuple[Tensor, Draws]:
         """Vectorise forward-mode products over samples, in chunks of samples and of data."""
         la, key = self.la, row_keys(self.la)
         params = [block.param for block in self.blocks]
@@ -156,27 +204,29 @@ class WeightSampler:
         size = max(1, min(n_samples, size))
         chunks = [take(x, slice(i, i + rows), key) for i in range(0, n, rows)]
         with torch.set_grad_enabled(self.keep_graph):
-            f = torch.cat([call_model(la.model, chunk) for chunk in chunks])
+            f = torch.cat([classes_last(call_model(la.model, chunk)) for chunk in chunks])
 
         def product(chunk: Inputs, step: list[Tensor]) -> Tensor:
             def at(weights: list[Tensor]) -> Tensor:
                 with substituted(zip(params, weights, strict=True)):
-                    return call_model(la.model, chunk)
+                    return classes_last(call_model(la.model, chunk))
 
             out: Tensor = jvp(at, (theta,), (step,))[1]
             return out
 
-        parts = []
-        for start in range(0, n_samples, size):
-            eps = self._draw(min(size, n_samples - start), generator)
-            for k in range(len(self.blocks[0].delta)):
-                steps = [
-                    posterior_step(e, block, k) for e, block in zip(eps, self.blocks, strict=True)
-                ]
-                with _forward_mode_lock:
-                    moved = [vmap(lambda s, c=chunk: product(c, s))(steps) for chunk in chunks]
-                parts.append(f + torch.cat(moved, dim=1))
-        return f, _sort(parts, len(self.blocks[0].delta))
+        def draws(generator: torch.Generator | None) -> Iterator[tuple[int, Tensor]]:
+            for start in range(0, n_samples, size):
+                eps = self._draw(min(size, n_samples - start), generator)
+                for k in range(len(self.blocks[0].delta)):
+                    steps = [
+                        posterior_step(e, block, k)
+                        for e, block in zip(eps, self.blocks, strict=True)
+                    ]
+                    with _forward_mode_lock:
+                        moved = [vmap(lambda s, c=chunk: product(c, s))(steps) for chunk in chunks]
+                    yield k, torch.cat(moved, dim=1)
+
+        return f, draws
 
     def _bytes_per_datum(self, x: Inputs) -> int:
         """Estimate the memory of one forward-mode product for one datum, from its activations."""
@@ -186,8 +236,3 @@ class WeightSampler:
             call_model(self.la.model, x)
         calls = [call for found in recorder.calls.values() for call in found]
         return 4 * max(1, sum(call.shape.numel() * call.dtype.itemsize for call in calls))
-
-
-def _sort(parts: list[Tensor], k: int) -> Tensor:
-    """Bring chunks in the order (samples, prior precisions) to ``[k, S, n, C]``."""
-    return torch.stack([torch.cat(parts[i::k]) for i in range(k)])

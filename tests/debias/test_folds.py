@@ -14,7 +14,6 @@ from laplace_debias.debias.folds import (
     null_tolerance,
     sums_of_others,
 )
-from laplace_debias.debias.spectrum import eigh_float64
 
 
 def gram(rows):
@@ -105,15 +104,6 @@ def test_the_whole_estimate_turns_with_its_data():
     torch.testing.assert_close(estimates[1], R @ estimates[0] @ R.T)
 
 
-@pytest.mark.parametrize("d, n", [(40, 10), (300, 100)])
-def test_null_tolerance_separates_rounded_zeros_from_eigenvalues(d, n):
-    """Also with a dominant mean, as activations have it."""
-    torch.manual_seed(0)
-    rows = torch.randn(n, d) * 0.3 + 1
-    mu, _ = eigh_float64(gram(rows))
-    assert int((mu <= null_tolerance(gram(rows)) * mu[-1]).sum()) == d - n
-
-
 def test_held_out_curvatures_are_unbiased_and_those_of_the_same_data_are_not():
     """Against the true covariance along the same directions, over 400 draws."""
     generator = torch.Generator().manual_seed(0)
@@ -194,8 +184,12 @@ def test_directions_of_large_factors_in_single_precision_change_nothing(monkeypa
             torch.testing.assert_close(lam, expected, rtol=1e-3, atol=1e-6 * float(expected[-1]))
             assert not torch.equal(lam, expected)
 
-            def fail(matrix):
-                raise torch.linalg.LinAlgError("no")
+            plain = torch.linalg.eigh
+
+            def fail(matrix, plain=plain):
+                if matrix.dtype == torch.float32:
+                    raise torch.linalg.LinAlgError("no")
+                return plain(matrix)
 
             patch.setattr(torch.linalg, "eigh", fail)
             assert torch.equal(crossfit_factor(folds, [1, 1])[0], expected)

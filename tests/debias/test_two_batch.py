@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from laplace_debias.data.roles import TrainingData
+from laplace_debias.debias.spectrum import rebuild
 from laplace_debias.debias.two_batch import fit_factors, fit_single, fit_two_batch
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
+from laplace_debias.kfac.thin import is_thin
 from tests import oracles
 from tests.cases import CNN, MLP, MLP_REGRESSION, PARTLY_FROZEN
 from tests.live_bytes import LiveBytes
@@ -121,6 +124,59 @@ def test_debiasing_takes_hardly_more_memory_than_one_kfac():
     assert two_batch[1] <= single[1] + 0.05
     assert kept[0] > single[0] + 0.9 and kept[1] > single[1] + 0.9  # what is spared
     assert single[1] < 1.05
+
+
+def _with_mean_of_null_space(E, C):
+    """``Q diag(Q^T C Q) Q^T`` in the basis of E, its null space with one mean curvature."""
+    lam, Q = np.linalg.eigh(E.numpy())
+    along = np.diag(Q.T @ C.numpy() @ Q).copy()
+    null = lam <= 1e-12 * lam[-1]
+    along[null] = along[null].mean() if null.any() else 0.0
+    return torch.from_numpy(Q @ np.diag(along) @ Q.T), null.any()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_few_rows_are_the_dense_fit_with_the_mean_of_each_null_space(case, n):
+    one, two = parts(case, n, 6)
+    model = case.model()
+    fit = fit_two_batch(Engine(model, case.likelihood), TrainingData([one], [two], 200, CPU))
+    K_1, K_2 = (oracles.kfac(model, *batch, case.likelihood) for batch in (one, two))
+    own, measured, n_thin = rebuild(fit.Q, fit.lam), rebuild(fit.Q, fit.lam_tilde), 0
+    for i, name in enumerate(K_1):
+        for f, (E, C) in enumerate(zip(K_1[name], K_2[name], strict=True)):
+            scales = (1, 1) if f else (200 / n, 200 / 6)
+            torch.testing.assert_close(own[i][f], scales[0] * E)
+            torch.testing.assert_close(fit.lam_tilde[i][f].sum(), scales[1] * C.trace())
+            expected, deficient = _with_mean_of_null_space(E, C)
+            if is_thin(fit.Q[i][f]) or not deficient:
+                torch.testing.assert_close(measured[i][f], scales[1] * expected)
+            n_thin += is_thin(fit.Q[i][f])
+    assert n_thin > 0 or (n, case) == (2, CNN)  # whose every factor has more rows then
+
+
+def test_few_rows_of_several_mini_batches_become_matrices_when_they_are_many():
+    """Rows one after the other, then more of them than half the dimension: the same fit."""
+    case, model = MLP, MLP.model()
+    for sizes in ((1, 1), (1, 1, 6, 12)):
+        batches = parts(case, *sizes)
+        fit = fit_single(Engine(model, case.likelihood), TrainingData(batches, None, 200, CPU))
+        X, y = case.data(sum(sizes))
+        expected = oracles.dense(oracles.kfac(model, X, y, case.likelihood), 200 / sum(sizes))
+        torch.testing.assert_close(matrix(fit), expected)
+
+
+def test_few_rows_never_become_a_square_matrix():
+    torch.manual_seed(0)
+    d, n = 400, 6
+    model = torch.nn.Sequential(torch.nn.Linear(d, d), torch.nn.Tanh(), torch.nn.Linear(d, 3))
+    one, two = ((torch.randn(n, d), torch.arange(n) % 3) for _ in range(2))
+    with LiveBytes([*model.parameters(), *one, *two]) as live:
+        fit = fit_two_batch(
+            Engine(model, "classification", "mc"), TrainingData([one], [two], 9, CPU)
+        )
+    assert live.largest < 4 * d * d / 2
+    assert sum(Q.numel() for block in fit.Q for Q in block) <= (2 * d + d) * n + d * n + 2 * 9
 
 
 def test_blocks_with_the_same_output_factor_share_their_basis():

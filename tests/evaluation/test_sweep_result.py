@@ -76,3 +76,12 @@ def test_layerwise_columns_and_infinities():
     infinite = SweepResult(torch.ones(1), {"nll": (math.inf,)}, {"nll": False}, 7, None)
     assert json.loads(infinite.to_json(), parse_constant=pytest.fail)["values"]["nll"] == ["inf"]
     assert list(csv.reader(io.StringIO(infinite.to_csv())))[1] == ["1.0", "inf"]
+
+
+@pytest.mark.parametrize(("link", "softens"), [("probit", True), (None, False)])
+def test_the_upper_edge_speaks_of_the_plain_network_and_its_temperature(link, softens):
+    grid = torch.tensor([1.0, 10.0])
+    result = SweepResult(grid, {"nll": (0.5, 0.4)}, {"nll": False}, 4, link)
+    with pytest.warns(UserWarning, match="larger values") as found:
+        assert result.best("nll") == 10
+    assert ("temperature below 1 (`la.logit_temperature`" in str(found[0].message)) == softens

@@ -152,8 +152,12 @@ def test_errors_say_what_to_do():
         kfac_factors(_Unused().double(), x, y, **kwargs)
     with pytest.raises(ValueError, match="idle.weight"):
         forward_factors(_Unused().double(), x)
-    with pytest.raises(ValueError, match=r"shape \[n, C\]"):
+    with pytest.raises(ValueError, match=r"shape \['m', 1\].*\[n, T, C\], or \[n, C, H, W\]"):
         kfac_factors(model, x[:, None], y, **kwargs)
+    with pytest.raises(ValueError, match=r"\[n, C\] with likelihood='regression'"):
+        kfac_factors(model, x[:, None], likelihood="regression")
+    with pytest.raises(ValueError, match="'exact' or 'mc' for one categorical per position"):
+        kfac_factors(model, x[:, None], y[:, None], fisher="empirical", **kwargs)
     with pytest.raises(ValueError, match=r"class indices of an integer dtype and shape"):
         kfac_factors(model, x, y[:, None], **kwargs)
     with pytest.raises(ValueError, match=r"shape \['m', 3\]"):

@@ -6,14 +6,14 @@ from torch import nn
 
 from laplace_debias.kfac import grams
 from laplace_debias.kfac.engine import kfac_factors
-from laplace_debias.kfac.grams import InputGram, OutputGram, add_gram_, input_mean, mirror_
+from laplace_debias.kfac.grams import InputGram, OutputGram, input_mean
 from tests.cases_kfac import make
 from tests.oracles_kfac import oracle, rows_of
 
 
 def test_large_gram_matrices_and_sliced_unfolding(monkeypatch):
     """The halved Gram matrix and the sliced copy give what one plain product gives."""
-    monkeypatch.setattr("laplace_debias.kfac.grams._HALVE_ABOVE", 5)
+    monkeypatch.setattr("laplace_debias.kfac.symmetric._HALVE_ABOVE", 5)
     monkeypatch.setattr("laplace_debias.kfac.grams._SLICE_BYTES", 4000)
     model, x, y = make("conv2d", "classification")
     factors = kfac_factors(model, x, y, likelihood="classification")
@@ -21,20 +21,6 @@ def test_large_gram_matrices_and_sliced_unfolding(monkeypatch):
     for block, exact in zip(factors.blocks, expected, strict=True):
         for M, L in zip(block, exact, strict=True):
             torch.testing.assert_close(M, L)
-
-
-@pytest.mark.parametrize("d", [3, 5, 6, 11])
-def test_halves_give_the_whole_product(d, monkeypatch):
-    monkeypatch.setattr(grams, "_HALVE_ABOVE", 2)
-    rows = torch.randn(7, d, generator=torch.Generator().manual_seed(0)).double()
-    before = torch.randn(d, d, generator=torch.Generator().manual_seed(1)).double()
-    before = before + before.T
-    out = before.clone()
-    add_gram_(out, rows, alpha=0.5, beta=2.0)
-    torch.testing.assert_close(mirror_(out), 2 * before + 0.5 * rows.T @ rows)
-    fresh = torch.full((d, d), float("nan"), dtype=torch.float64)
-    add_gram_(fresh, rows, beta=0.0)
-    torch.testing.assert_close(mirror_(fresh), rows.T @ rows)
 
 
 LAYERS = {

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from laplace_debias.debias.folds import null_tolerance
+from laplace_debias.debias.eigen import null_tolerance
 from laplace_debias.kfac import grams
 from laplace_debias.kfac import shifts as shifts_module
 from laplace_debias.kfac.engine import kfac_factors

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import isotonic_regression
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
 
 from laplace_debias import Laplace
 from tests.oracles_kfac import oracle
 from tests.oracles_predictive import dense_covariance, marginal
 
 N, C, M = 50, 3, 4
-QUICK = settings(max_examples=20, derandomize=True, deadline=None, database=None)
+MORE = int(os.environ.get("N_EXAMPLES", 0))  # many networks, others in every run
+QUICK = settings(max_examples=MORE or 20, derandomize=not MORE, deadline=None, database=None)
 SHAPES = {"flat": (4,), "tokens": (3, 4), "image": (2, 4, 4), "inputs": (6,)}
 
 
@@ -110,6 +113,29 @@ class Odd(nn.Module):
         return x.flip(0) if self.kind == "reordering" else x + torch.randn_like(x)
 
 
+def masked(layer: nn.Module) -> None:
+    """A parametrisation of one's own, which forbids every other weight."""
+    mask = (torch.arange(layer.weight.numel()) % 2).reshape(layer.weight.shape)
+    parametrize.register_parametrization(layer, "weight", Masked(mask))
+
+
+class Masked(nn.Module):
+    """Forbids some entries."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+    def forward(self, V: Tensor) -> Tensor:
+        """Multiply."""
+        return self.mask * V
+
+
+PARAMETRISED = {
+    "weight norm": parametrizations.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+    "masked": masked,
+}
 ODD = ("scaled", "functional", "mixing", "reordering", "noise", "unused")
 
 
@@ -120,6 +146,7 @@ def networks(draw: Any, odd: str | None = None) -> tuple[nn.Module, str]:
     torch.manual_seed(draw(st.integers(0, 99)))
     width = 4 if kind != "image" else 2
     parts: list[nn.Module] = []
+    size = 4  # of an image
     if kind == "inputs":
         width = draw(st.sampled_from([3, 4]))
         parts.append(Inputs(width))
@@ -128,7 +155,9 @@ def networks(draw: Any, odd: str | None = None) -> tuple[nn.Module, str]:
         bias = draw(st.booleans())
         if kind == "image":
             groups = 2 if width % 2 == 0 and new % 2 == 0 and draw(st.booleans()) else 1
-            mode = draw(st.sampled_from(["zeros", "reflect", "circular"]))
+            mode = draw(
+                st.sampled_from(["zeros", "reflect", "circular"] if size > 1 else ["zeros"])
+            )
             stride = draw(st.sampled_from([1, 2]))
             make = lambda w, v, g=1, s=1, m=mode, b=bias: nn.Conv2d(  # noqa: E731
                 w, v, 3, padding=1, groups=g, stride=s, padding_mode=m, bias=b
@@ -137,20 +166,24 @@ def networks(draw: Any, odd: str | None = None) -> tuple[nn.Module, str]:
         else:
             make = lambda w, v, b=bias: nn.Linear(w, v, bias=b)  # noqa: E731
             layer = make(width, new)
-        form = draw(st.sampled_from(["plain", "nested", "shared", "residual"]))
+        form = draw(st.sampled_from(["plain", "nested", "shared", "residual", "parametrised"]))
         if form == "nested":
             layer = nn.Sequential(nn.Sequential(layer), nn.Identity())
         elif form == "shared":
             new, layer = width, Twice(make(width, width))
         elif form == "residual":
             new, layer = width, Residual(nn.Sequential(make(width, width), nn.Tanh()))
+        elif form == "parametrised":
+            PARAMETRISED[draw(st.sampled_from(sorted(PARAMETRISED)))](layer)
         width = new
+        if kind == "image" and form not in ("shared", "residual"):
+            size = -(-size // stride)
         parts.append(layer)
         if (kind == "image" or width > 2) and draw(st.booleans()):
             norm = nn.BatchNorm2d(width) if kind == "image" else nn.LayerNorm(width)
             for p in norm.parameters():
                 p.data.uniform_(0.5, 1.5)
-            parts.append(norm.requires_grad_(False))
+            parts.append(norm.requires_grad_(draw(st.booleans())))
         activation = draw(st.sampled_from(["tanh", "relu", "in place", "none"]))
         inplace = nn.LeakyReLU(0.2, inplace=True)
         choices = {"tanh": nn.Tanh(), "relu": nn.LeakyReLU(0.2), "in place": inplace}
@@ -193,10 +226,43 @@ def fitted(net: nn.Module, kind: str, pairs: list, likelihood: str, **options: A
 def oracle_blocks(
     net: nn.Module, kind: str, X: Tensor, y: Tensor, *rest: Any
 ) -> list[list[Tensor]]:
-    """Factors of a mini-batch that stands for N data, by explicit loops in float64."""
+    """Factors of a mini-batch that stands for N data, by explicit loops in float64.
+
+    Of linear layers and convolutions two for a weight and one for a bias; of a scale, a shift or
+    the original of a parametrised weight the block of the Gauss-Newton matrix itself.
+    """
     model = AsMapping(net) if kind == "inputs" else net
-    blocks = oracle(model, X, y, rest[0], torch.ones(len(y)).double(), rest[1])
+    factors = oracle(model, X, y, rest[0], torch.ones(len(y)).double(), rest[1])
+    kinds = (nn.Linear, nn.Conv2d)
+    of_layers = [p for m in net.modules() if isinstance(m, kinds)
+                 for p in m.parameters(recurse=False) if p.requires_grad]  # fmt: skip
+    found = dict(zip(map(id, of_layers), factors, strict=True))
+    params = [p for p in net.parameters() if p.requires_grad]
+    for p in params:
+        if id(p) not in found:
+            found[id(p)] = (ggn_block(model, p, X, y, *rest),)
+    blocks = [found[id(p)] for p in params]
     return [[N / len(y) * block[0], *block[1:]] for block in blocks]
+
+
+def ggn_block(model: nn.Module, p: Tensor, X: Tensor, y: Tensor, *rest: Any) -> Tensor:
+    """The sum over data of ``J^T H J``, with Jacobians of one datum and output at a time."""
+    training, total = model.training, torch.zeros(p.numel(), p.numel()).double()
+    model.eval()
+    for x_n, y_n in zip(X, y, strict=True):
+        f = model(x_n[None])[0]
+        J = torch.stack([torch.autograd.grad(f_c, p, retain_graph=True)[0].flatten() for f_c in f])
+        f = f.detach()
+        if rest == ("classification", "exact"):
+            H = torch.diag(f.softmax(0)) - torch.outer(f.softmax(0), f.softmax(0))
+        elif rest[1] == "exact":
+            H = torch.eye(len(f)).double()
+        else:
+            r = f.softmax(0) - F.one_hot(y_n, C) if rest[0] == "classification" else f - y_n
+            H = torch.outer(r, r) * (1 if rest[0] == "classification" else 2)
+        total += J.T @ H @ J
+    model.train(training)
+    return total
 
 
 def heldout(one: Tensor, two: Tensor, share: float = 0.5) -> Tensor:
@@ -247,6 +313,11 @@ def test_posterior_and_prediction_equal_the_oracle(source, likelihood, debias, f
     if debias == "single":
         pairs = pairs[:1]
     blocks = [oracle_blocks(net, kind, *pair, likelihood, fisher) for pair in pairs]
+    if (
+        debias == "crossfit"
+    ):  # what counts as a null space is a threshold: leave out what is near it
+        for mu in (torch.linalg.eigvalsh(M) for parts in blocks for block in parts for M in block):
+            assume(not bool(((mu > 1e-13 * mu[-1]) & (mu < 1e-6 * mu[-1])).any()))
     own = copy.deepcopy(net).to(dtype)
     cast = [(X.to(dtype), y.to(dtype) if y.is_floating_point() else y) for X, y in pairs]
     la = fitted(own, kind, cast, likelihood, debias=debias, fisher=fisher)
@@ -263,7 +334,7 @@ def test_posterior_and_prediction_equal_the_oracle(source, likelihood, debias, f
 
 
 @pytest.mark.parametrize("odd", ODD)
-@settings(QUICK, max_examples=8)
+@settings(QUICK, max_examples=MORE // 6 or 8)
 @given(st.data(), st.sampled_from(["single", "two-batch", "crossfit"]))
 def test_what_factors_cannot_represent_is_refused(odd, source, debias):
     net, kind = source.draw(networks(odd))

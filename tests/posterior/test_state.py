@@ -7,6 +7,7 @@ import io
 import pytest
 import torch
 from laplace import Likelihood
+from torch import nn
 
 from laplace_debias import Laplace
 from tests import cases
@@ -118,3 +119,25 @@ def test_what_a_posterior_was_set_to_comes_from_its_state():
     for one, other in zip(la(X), again(X), strict=True):
         assert torch.equal(one, other)
     assert torch.equal(la.log_marginal_likelihood(), again.log_marginal_likelihood())
+
+
+def test_the_loss_that_was_trained_with_is_saved_and_checked():
+    net = nn.Sequential(nn.Linear(2, 3)).double()
+    batch = (torch.randn(8, 2).double(), torch.arange(8) % 3)
+    options = {"class_weights": [1.0, 2.0, 0.5], "label_smoothing": 0.1, "ignore_index": 255}
+
+    def built(**options):
+        return Laplace(net, "classification", "all", "kron", debias="single", **options)
+
+    la = built(**options)
+    la.fit(batch, n_data=20)
+    state = la.state_dict()
+    same = built(**options)
+    same.load_state_dict(state)
+    assert torch.equal(same.H.to_matrix(), la.H.to_matrix())
+    for missing in options:
+        others = {name: value for name, value in options.items() if name != missing}
+        with pytest.raises(ValueError, match=f"Expected a state with {missing}=.*Remedy"):
+            built(**others).load_state_dict(state)
+    older = {key: value for key, value in state.items() if key != "objective"} | {"format": 3}
+    built().load_state_dict(older)  # did not record it

@@ -243,6 +243,6 @@ def test_samples_are_preferred_where_they_cost_a_fifth(C, diagonal, way, monkeyp
     """Two priors: 4 C + k C passes (4 C for diagonals) against five times 2 k for 20 samples."""
     la, x = fitted_cnn()
     predictor = StructuredPredictor(la, [0.5, 5.0])
-    monkeypatch.setattr(la, "n_outputs", C)
+    monkeypatch.setattr(predictor._layers, "n_outputs", lambda x: (C, C))
     monkeypatch.setattr(la, "likelihood", "regression")  # has no top classes
     assert predictor.chosen_method(x, 20, diagonal) == way
