@@ -43,9 +43,10 @@ from laplace_debias.predictive.layer_jacobians import LayerJacobians
 from laplace_debias.predictive.output_gradients import top_classes
 from laplace_debias.predictive.predictions import check_method
 from laplace_debias.predictive.prior_nodes import N_NODES, prior_nodes
+from laplace_debias.predictive.sample_nodes import FEWEST_NODES, sample_nodes
 from laplace_debias.predictive.weight_samples import WeightSampler
 
-DEFAULT_MEMORY_BUDGET = 512 * 2**20
+DEFAULT_MEMORY_BUDGET = 2**30
 N_TOP = 20
 """Most classes whose variances :meth:`StructuredPredictor.top` makes exact."""
 
@@ -110,8 +111,9 @@ class StructuredPredictor:
         self._verified, self._said = not getattr(la, "verify", True), False
         self.keep_graph = la.enable_backprop if keep_graph is None else keep_graph
         nodes = None
-        scalar = bool((self.deltas == self.deltas[:, :1]).all())
-        if scalar and len(self.deltas) > N_NODES and not has_closed_form(la):
+        self._scalar = bool((self.deltas == self.deltas[:, :1]).all())
+        self._sampled_from: tuple[tuple[Tensor, Tensor] | None] | None = None
+        if self._scalar and len(self.deltas) > N_NODES and not has_closed_form(la):
             nodes = prior_nodes(self.deltas[:, 0])
         self._coefficients = None if nodes is None else nodes[1]
         deltas = self.deltas if nodes is None else nodes[0].unsqueeze(1).expand(-1, n_blocks)
@@ -161,11 +163,19 @@ class StructuredPredictor:
     @contextmanager
     def _sampler(self) -> Iterator[WeightSampler]:
         """What draws from the posteriors, while the model can be differentiated."""
+        deltas, coefficients = self.deltas, None
+        if self._scalar and not has_closed_form(self.la):
+            if self._sampled_from is None:
+                lams = [block.lam for block in self.blocks]
+                self._sampled_from = (sample_nodes(lams, deltas[:, 0]),)
+            if self._sampled_from[0] is not None:
+                nodes, coefficients = self._sampled_from[0]
+                deltas = nodes.unsqueeze(1).expand(-1, len(self.blocks))
         blocks = self.blocks
-        if self._coefficients is not None:  # samples are of each prior precision itself
-            blocks = eigen_blocks(self.la, self.deltas, self.memory_budget)
+        if deltas is not self.deltas or self._coefficients is not None:
+            blocks = eigen_blocks(self.la, deltas, self.memory_budget)
         with differentiable(self.la.model, self.params):
-            yield WeightSampler(self.la, blocks, self.memory_budget, self.keep_graph)
+            yield WeightSampler(self.la, blocks, self.memory_budget, self.keep_graph, coefficients)
 
     def top(self, x: Inputs, diagonal_output: bool = True) -> LinearizedPredictive:
         r"""Return exact variances of the classes that carry the probability.
@@ -214,7 +224,7 @@ class StructuredPredictor:
         with differentiable(self.la.model, self.params):
             C, _ = self._layers.n_outputs(self._inputs(x))
         k = len(self.deltas)
-        costs = {"samples": 2 * max(n_samples, 20) * k}
+        costs = {"samples": 2 * max(n_samples, 20) * (min(k, FEWEST_NODES) if self._scalar else k)}
         exact = 4 * C + (0 if diagonal_output else C * k)
         if exact <= 5 * min(4 * N_TOP, *costs.values()):
             return "exact"
