@@ -22,7 +22,7 @@ from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.options import CrossfitOptions, even_parts
 from laplace_debias.debias.pool_pass import PoolPass
 from laplace_debias.debias.reservoirs import Reservoirs
-from laplace_debias.debias.sampling import WeightedDraw, curvature_order, draw_weighted
+from laplace_debias.debias.sampling import curvature_order, distinct, draw_weighted
 from laplace_debias.debias.shared_folds import fit_shared_folds
 from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.kfac.engine import Engine
@@ -65,8 +65,7 @@ def fit_crossfit(
         (16, 0)
     """
     warn_if_sequential(data.loader)
-    group = processes()
-    if group is not None and group.size > 1:
+    if processes() is not None:
         return fit_shared_folds(engine, data, options, progress_bar=progress_bar)
     with bar(shown=progress_bar, unit="batch") as shown:
         run = _Run(engine, data, options, shown)
@@ -189,7 +188,7 @@ class _Run:
         M = options.n_curvature if asked is not None else min(options.n_curvature, len(pool))
         for m in even_parts(M, options.n_folds):
             draw = draw_weighted(scores, m, order=order, generator=options.generator)
-            rows, weights = _distinct(draw)
+            rows, weights = distinct(draw)
             parts, start = [], 0
             for X, y in self.read("draws", pool.read(rows)):
                 w = weights[start : start + len(y)]
@@ -246,10 +245,3 @@ class _Run:
             f"mini-batch each), got {got} from the loader. Remedy: pass a loader with more "
             "mini-batches, a smaller `n_curvature`, `n_input` or `n_folds`."
         )
-
-
-def _distinct(draw: WeightedDraw) -> tuple[list[int], Tensor]:
-    """Each datum once, with the sum of its weights: no backward pass is made twice."""
-    rows, where = draw.indices.unique(return_inverse=True)
-    weights = torch.zeros(len(rows), dtype=draw.weights.dtype, device=draw.weights.device)
-    return rows.tolist(), weights.index_add(0, where, draw.weights)
