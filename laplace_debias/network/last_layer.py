@@ -30,7 +30,7 @@ def check_last_layer(model: nn.Module, x: Inputs) -> str | None:
         x: Inputs of a few data.
 
     Returns:
-        What is wrong, with a remedy, or ``None``.
+        What is wrong, or ``None``.
 
     Example:
         >>> from laplace.utils import FeatureExtractor
@@ -54,15 +54,13 @@ def check_last_layer(model: nn.Module, x: Inputs) -> str | None:
                 return (
                     "outputs that differ from that (a temperature, a choice of a token, a "
                     "function after it; a hook or a `forward` of its own that changes its input, "
-                    "weight or output). Remedy: end the model there, in an ordinary nn.Linear, or "
-                    "take the layer as one of all, subset_of_weights='all' with parameters='head'"
+                    "weight or output)"
                 )
             features.append(phi)
     if not agree(*features):
         return (
             "an input that depends on the layer's own parameters (it is called twice, or its "
-            "weight is used before it). Remedy: give the other use a parameter of its own, or "
-            "subset_of_weights='all'"
+            "weight is used before it)"
         )
     return None
 
@@ -95,6 +93,8 @@ def verify_last_layer(
     if wrong is not None:
         raise ValueError(
             f"Expected the model to end in its last layer '{last_layer_name(model)}', in the "
-            f"product of its weight and its input plus its bias, got {wrong}. {OFF}"
+            f"product of its weight and its input plus its bias, got {wrong}. Remedy: end "
+            "the model there, in an ordinary nn.Linear with parameters of its own, or take the "
+            f"layer as one of all, subset_of_weights='all' with parameters='head'. {OFF}"
         )
     remember(model, question, x, True)
