@@ -23,8 +23,6 @@ LONGER = {
     "kfac/engine.py": 580,
     # Every flavour of curvature side by side.
     "network/loss.py": 340,
-    # What is refused before a fit, each check with its words.
-    "network/verify.py": 320,
     # The class that laplace-torch's users see, all of its methods in one body.
     "posterior/debiased.py": 1000,
     # Every kind of layer, from its calls to its contraction.
