@@ -45,6 +45,7 @@ WITHOUT_REMEDY = {
 TESTED_TOGETHER = {
     # Several processes are started once, and asked through fits.
     "data/processes.py": "posterior/test_several.py",
+    "debias/pool_news.py": "posterior/test_several.py",
     "debias/shared_folds.py": "posterior/test_several.py",
     "kfac/sums.py": "posterior/test_several.py",
     # Thin bases and laplace-torch's products with them are one behaviour.

@@ -12,10 +12,10 @@ With ``--fit``: a two-batch fit on 2 x ``images`` images with sampled output Hes
 prediction by 40 samples, against the bare forward and backward passes of the same images and the
 eigendecompositions of the same sizes, each timed alone in the same process, in CPU seconds.
 
-    OMP_NUM_THREADS=1 python -m examples.benchmarks.real_size resnet50 --fit \\
-        --images 32 --image-size 224
-    OMP_NUM_THREADS=1 python -m examples.benchmarks.real_size vit --fit --images 32 --image-size 256
-    OMP_NUM_THREADS=1 python -m examples.benchmarks.real_size wrn-40-4-100 --fit --images 32
+    export OMP_NUM_THREADS=1
+    python -m examples.benchmarks.real_size resnet50 --fit --images 32 --image-size 224
+    python -m examples.benchmarks.real_size vit --fit --images 32 --image-size 256
+    python -m examples.benchmarks.real_size wrn-40-4-100 --fit --images 32
 """
 
 import argparse
