@@ -13,7 +13,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from laplace_debias.data.inputs import Batch, concatenate, datum_shapes, take
-from laplace_debias.data.pool import MapStyle, is_map_style, segments
+from laplace_debias.data.map_style import MapStyle, is_map_style
+from laplace_debias.data.pool import segments
 from laplace_debias.data.processes import processes
 from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import TrainingData, warn_if_sequential
