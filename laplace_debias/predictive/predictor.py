@@ -31,6 +31,7 @@ from laplace_debias.network.upstream import (
     feature_extractor,
     row_keys,
 )
+from laplace_debias.predictive.choice import N_TOP, cheapest_method
 from laplace_debias.predictive.eigenblocks import (
     EigenBlock,
     PriorPrecisions,
@@ -43,12 +44,10 @@ from laplace_debias.predictive.layer_jacobians import LayerJacobians
 from laplace_debias.predictive.output_gradients import top_classes
 from laplace_debias.predictive.predictions import check_method
 from laplace_debias.predictive.prior_nodes import N_NODES, prior_nodes
-from laplace_debias.predictive.sample_nodes import FEWEST_NODES, sample_nodes
+from laplace_debias.predictive.sample_nodes import sample_nodes
 from laplace_debias.predictive.weight_samples import WeightSampler
 
 DEFAULT_MEMORY_BUDGET = 2**30
-N_TOP = 20
-"""Most classes whose variances :meth:`StructuredPredictor.top` makes exact."""
 
 
 @dataclass(frozen=True)
@@ -211,29 +210,21 @@ class StructuredPredictor:
         return self._result(f, moments, "top")
 
     def chosen_method(self, x: Inputs, n_samples: int, diagonal_output: bool) -> str:
-        """The way that ``method="auto"`` takes: exact, unless that costs five times another.
+        """The way that ``method="auto"`` takes (:mod:`laplace_debias.predictive.choice`).
 
-        Counted in forward passes: a backward pass or a forward-mode product costs about two. The
-        exact way takes one backward pass and as much again for the contraction per output (of all
-        positions), and, unless only diagonals are needed, C products per output; :meth:`top` does
-        so for at most 20 outputs; S samples take a product each for every prior precision. The
-        last layer's closed form is always exact: it needs no pass at all.
+        A last layer's closed form is always exact: it needs no pass at all.
         """
         if has_closed_form(self.la):
             return "exact"
         with differentiable(self.la.model, self.params):
             C, _ = self._layers.n_outputs(self._inputs(x))
-        k = len(self.deltas)
-        costs = {"samples": 2 * max(n_samples, 20) * (min(k, FEWEST_NODES) if self._scalar else k)}
-        exact = 4 * C + (0 if diagonal_output else C * k)
-        if exact <= 5 * min(4 * N_TOP, *costs.values()):
-            return "exact"
-        if diagonal_output and likelihood_name(self.la.likelihood) == "classification":
-            if self._layers.has_output_layer:
-                costs["top"] = 4 * N_TOP
-        best = min(costs, key=lambda name: costs[name])
-        if 5 * costs[best] >= exact:
-            return "exact"
+        classes = likelihood_name(self.la.likelihood) == "classification"
+        best = cheapest_method(
+            C, len(self.deltas), n_samples, diagonal=diagonal_output,
+            top=classes and self._layers.has_output_layer, shared=self._scalar,
+        )  # fmt: skip
+        if best == "exact":
+            return best
         if not self._said:
             self._said = True
             warnings.warn(

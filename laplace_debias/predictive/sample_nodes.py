@@ -4,16 +4,18 @@ A sample of the weights is, along an eigenvector with eigenvalue :math:`\lambda`
 :math:`\epsilon / \sqrt{\lambda + \delta}`. All prior precisions :math:`\delta` share
 :math:`\epsilon`, so samples of the outputs at a few nodes :math:`\nu_j` give those in between,
 
-.. math:: \frac{1}{\sqrt{\lambda + \delta}} \approx \sum_j \frac{c_j(\delta)}{\sqrt{\lambda + \nu_j}}.
+.. math::
+    \frac{1}{\sqrt{\lambda + \delta}} \approx \sum_j \frac{c_j(\delta)}{\sqrt{\lambda + \nu_j}}.
 
-For all :math:`\lambda \ge 0` at once that takes many nodes (:mod:`laplace_debias.predictive.
-prior_nodes`). But only the posterior's own eigenvalues count, and few of them lie where three
-nodes do badly: coefficients are those of least squares over the eigenvalues, weighted by what each
-adds to a variance. That is :math:`\lambda / (\lambda + \delta)` for data like those of the
-training, whose squared Jacobians have the curvatures' own shares, and
-:math:`1 / (\lambda + \delta)` for data that know no direction; half of the weight goes to each.
-The larger error of a standard deviation under both is computed, and nodes are added until it is
-small against what the sampling itself leaves open, :math:`1 / \sqrt{2 S}`.
+For all :math:`\lambda \ge 0` at once that takes many nodes
+(:mod:`laplace_debias.predictive.prior_nodes`). But only the posterior's own eigenvalues count, and
+few of them lie where three nodes do badly: coefficients are those of least squares over the
+eigenvalues, weighted by what each adds to a variance. That is
+:math:`\lambda / (\lambda + \delta)` for data like those of the training, whose squared Jacobians
+have the curvatures' own shares, and :math:`1 / (\lambda + \delta)` for data that know no
+direction; half of the weight goes to each. The larger error of a standard deviation under both is
+computed, and nodes are added until it is small against what the sampling itself leaves open,
+:math:`1 / \sqrt{2 S}`.
 """
 
 from __future__ import annotations
