@@ -201,7 +201,8 @@ def run(small: bool) -> Result:
 # %% [markdown]
 # The map is bright on shapes that the network tells apart by guessing, and dark on the background,
 # of which twelve pictures have shown enough. The ring of the last row belongs to no class that the
-# network knows: it is brighter than background, but not brighter than other shapes.
+# network knows: it is brighter than background, but not brighter than other shapes. The outermost
+# pixels, which never had a label, are bright too.
 
 
 # %%

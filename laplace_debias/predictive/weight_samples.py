@@ -1,34 +1,40 @@
-r"""Samples of the linearised network's outputs.
+r"""Samples of the linearised network's outputs by forward-mode products.
 
 :math:`f_s = f + J (\theta_s - \theta^*)` with :math:`\theta_s - \theta^* = P^{-1/2} \epsilon_s`,
-one Jacobian-vector product per sample (:mod:`laplace_debias.predictive.linearisation`). Its cost
-does not depend on the number of outputs, and no covariance is formed: the way to go for a thousand
-classes. The network is linearised once for all samples and prior precisions of some data, and more
-than three prior precisions are made of a few (:mod:`laplace_debias.predictive.sample_nodes`).
+one Jacobian-vector product per sample. Its cost does not depend on the number of outputs, and no
+covariance is formed: the way to go for a thousand classes. More than three prior precisions are
+made of a few (:mod:`laplace_debias.predictive.sample_nodes`).
+
+A layer that the model runs under ``torch.no_grad`` is constant for the exact way but not for this
+one: PyTorch's forward mode looks through ``no_grad``. Use ``detach`` to stop both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 from laplace.baselaplace import KronLaplace
 from torch import Tensor
+from torch.func import jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace_debias.data.inputs import Inputs, size_of, take
 from laplace_debias.kfac.thin import from_coordinates
-from laplace_debias.network.calling import call_model
+from laplace_debias.network.calling import call_model, classes_last
 from laplace_debias.network.features import outputs_and_features
-from laplace_debias.network.positions import classes_last
+from laplace_debias.network.preserve import Change, held
 from laplace_debias.network.recorder import Recorder
+from laplace_debias.network.substitution import substituted
 from laplace_debias.network.upstream import feature_extractor, row_keys
-from laplace_debias.predictive.eigenblocks import EigenBlock
-from laplace_debias.predictive.last_layer import has_closed_form
-from laplace_debias.predictive.linearisation import linearised, plain_attention
+from laplace_debias.predictive.eigenblocks import EigenBlock, has_closed_form
 from laplace_debias.predictive.links import check_n_samples
 
+_forward_mode_lock = threading.Lock()
+"""PyTorch's forward mode keeps its level in a global variable: one thread at a time."""
 Draws = Callable[["torch.Generator | None"], Iterator[tuple[int, Tensor]]]
 """Yields numbers of prior precisions with samples minus outputs, ``[s, n, *positions, C]``."""
 
@@ -57,6 +63,23 @@ def posterior_step(eps: Tensor, block: EigenBlock, k: int) -> Tensor:
         E = from_coordinates(eps.unflatten(1, block.lam.shape) * scale, Q_A)
         step = from_coordinates(E.mT, Q_B).mT
     return step.reshape(len(eps), *block.param.shape).to(block.param.dtype)
+
+
+@contextmanager
+def forward_mode() -> Iterator[None]:
+    """Avoid the fused attention kernels, which have no forward-mode derivative."""
+    with held([Change("attention kernels", _plain_attention)]):
+        yield
+
+
+def _plain_attention() -> Callable[[], None]:
+    """Switch the fused attention kernels off; return what undoes it."""
+    switches = ExitStack()
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    switches.callback(torch.backends.mha.set_fastpath_enabled, fast)
+    switches.enter_context(sdpa_kernel(SDPBackend.MATH))
+    return switches.close
 
 
 class WeightSampler:
@@ -146,7 +169,7 @@ class WeightSampler:
                 f, phi = outputs_and_features(feature_extractor(self.la.model), x)
                 yield f, partial(self._last_layer, f, phi, n_samples)
                 return
-            with plain_attention():
+            with forward_mode():
                 yield self._all_layers(x, n_samples)
 
     def _draw(self, n_samples: int, generator: torch.Generator | None) -> list[Tensor]:
@@ -176,59 +199,52 @@ class WeightSampler:
                 yield k, total.expand(shape).reshape(len(total), *f.shape)
 
     def _all_layers(self, x: Inputs, n_samples: int) -> tuple[Tensor, Draws]:
-        """Push groups of samples through chunks of data, each linearised once for a group.
-
-        Half of the memory is for the steps of a group at all prior precisions, half for the passes
-        that a chunk's linearisation records.
-        """
+        """Vectorise forward-mode products over samples, in chunks of samples and of data."""
         la, key = self.la, row_keys(self.la)
         params = [block.param for block in self.blocks]
-        n, k = size_of(x, key), len(self.blocks[0].delta)
+        theta = [p.detach() for p in params]
+        n = size_of(x, key)
         per_datum = self._bytes_per_datum(take(x, slice(0, 1), key))
-        rows = max(1, min(n, self.memory_budget // (2 * per_datum)))
-        rows = -(-n // -(-n // rows))  # chunks of one size
-        per_sample = k * sum(p.numel() * p.element_size() for p in params)
-        size = max(1, min(n_samples, self.memory_budget // (2 * per_sample)))
-        starts = range(0, n, rows)
-
-        def chunk(start: int) -> tuple[Tensor, Callable[[Sequence[Tensor]], Tensor]]:
-            with torch.enable_grad():
-                some = take(x, slice(start, start + rows), key)
-                return linearised(la.model, some, params, self.keep_graph)
-
-        whole = chunk(0) if len(starts) == 1 else None  # serves all groups
+        rows = max(1, min(n, self.memory_budget // per_datum))
+        size = self.memory_budget // (
+            rows * per_datum + 4 * sum(t.numel() * t.element_size() for t in theta)
+        )
+        size = max(1, min(n_samples, size))
+        chunks = [take(x, slice(i, i + rows), key) for i in range(0, n, rows)]
         with torch.set_grad_enabled(self.keep_graph):
-            f = whole[0] if whole else torch.cat([self._outputs(x, s, rows) for s in starts])
+            f = torch.cat([classes_last(call_model(la.model, chunk)) for chunk in chunks])
+
+        def product(chunk: Inputs, step: list[Tensor]) -> Tensor:
+            def at(weights: list[Tensor]) -> Tensor:
+                with substituted(zip(params, weights, strict=True)):
+                    return classes_last(call_model(la.model, chunk))
+
+            out: Tensor = jvp(at, (theta,), (step,))[1]
+            return out
 
         def draws(generator: torch.Generator | None) -> Iterator[tuple[int, Tensor]]:
             for start in range(0, n_samples, size):
                 eps = self._draw(min(size, n_samples - start), generator)
-                steps = [
-                    [posterior_step(e, b, i) for e, b in zip(eps, self.blocks, strict=True)]
-                    for i in range(k)
-                ]
-                found: list[list[Tensor]] = [[] for _ in range(k)]
-                for at in starts:
-                    product = (whole or chunk(at))[1]
-                    for i, step in enumerate(steps):
-                        one_by_one = zip(*step, strict=True)
-                        found[i].append(torch.stack([product(one) for one in one_by_one]))
-                moved = [torch.cat(parts, dim=1) for parts in found]
-                if self.coefficients is None:
-                    yield from enumerate(moved)
-                else:
-                    for i, c in enumerate(self.coefficients.to(moved[0].dtype).T):
-                        yield i, torch.tensordot(c, torch.stack(moved), dims=1)
+                nodes = []
+                for k in range(len(self.blocks[0].delta)):
+                    steps = [
+                        posterior_step(e, block, k)
+                        for e, block in zip(eps, self.blocks, strict=True)
+                    ]
+                    with _forward_mode_lock:
+                        moved = [vmap(lambda s, c=chunk: product(c, s))(steps) for chunk in chunks]
+                    if self.coefficients is None:
+                        yield k, torch.cat(moved, dim=1)
+                    else:
+                        nodes.append(torch.cat(moved, dim=1))
+                if self.coefficients is not None:
+                    for k, c in enumerate(self.coefficients.to(nodes[0].dtype).T):
+                        yield k, torch.tensordot(c, torch.stack(nodes), dims=1)
 
         return f, draws
 
-    def _outputs(self, x: Inputs, start: int, rows: int) -> Tensor:
-        """Outputs of some data."""
-        some = take(x, slice(start, start + rows), row_keys(self.la))
-        return classes_last(call_model(self.la.model, some))
-
     def _bytes_per_datum(self, x: Inputs) -> int:
-        """Estimate the memory of a linearisation at one datum, from its activations."""
+        """Estimate the memory of one forward-mode product for one datum, from its activations."""
         leaves = (m for m in self.la.model.modules() if not list(m.children()))
         recorder = Recorder(leaves, edges=False)
         with recorder.recording():

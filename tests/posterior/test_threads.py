@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from laplace_debias import Laplace, linearized_predictive
 from laplace_debias.network.preserve import Change, differentiable, evaluation_mode, held
-from laplace_debias.predictive.linearisation import plain_attention
+from laplace_debias.predictive.weight_samples import forward_mode
 from tests import cases
 from tests.network.test_preserve import fingerprint
 
@@ -146,7 +146,7 @@ def test_overlapping_blocks_put_back_what_was_before_the_first(context, first_ou
     make, state = {
         "mode": (lambda: evaluation_mode(net), lambda: net.training),
         "gradient": (lambda: differentiable(net, [net.weight]), lambda: net.weight.requires_grad),
-        "attention": (plain_attention, torch.backends.mha.get_fastpath_enabled),
+        "attention": (forward_mode, torch.backends.mha.get_fastpath_enabled),
     }[context]
     before = state()
     blocks = [make(), make()]
