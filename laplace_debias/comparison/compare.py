@@ -38,8 +38,7 @@ from laplace_debias.comparison.rows import (
     ComparisonRow,
 )
 from laplace_debias.comparison.runs import evaluate_sets
-from laplace_debias.data.progress import bar
-from laplace_debias.data.reading import as_batches
+from laplace_debias.data.loaders import as_batches, bar
 from laplace_debias.data.targets import IGNORED
 from laplace_debias.evaluation.sweep import default_grid
 from laplace_debias.network.loss import likelihood_name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
@@ -15,11 +16,13 @@ __all__ = [
     "Inputs",
     "Keys",
     "concatenate",
+    "datum_keys",
     "datum_shapes",
     "map_tensors",
     "rows_of",
     "size_of",
     "take",
+    "tensor_bytes",
     "tensors_of",
     "widen",
 ]
@@ -237,3 +240,48 @@ def widen(x: Any) -> Any:
         (torch.float32, torch.int64)
     """
     return map_tensors(x, lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t)
+
+
+def datum_keys(X: Inputs, n: int, seed: int) -> list[int]:
+    """One number per datum, for a random number generator of its own.
+
+    Equal data have equal keys. Draws that are keyed by the datum do not depend on the mini-batch
+    or the process in which it is met.
+
+    Args:
+        X: Inputs of n data, a tensor ``[n, ...]``, or a mapping or tuple of such.
+        n: Number of data.
+        seed: Other seeds give other keys.
+
+    Returns:
+        n whole numbers from 0 to ``2**63 - 1``.
+
+    Example:
+        >>> X = torch.tensor([[1.0], [2.0], [1.0]])
+        >>> keys = datum_keys(X, 3, seed=0)
+        >>> keys[0] == keys[2], keys[0] == keys[1], keys == datum_keys(X, 3, seed=1)
+        (True, False, False)
+    """
+    rows = [
+        part.detach().reshape(n, -1).contiguous().view(torch.uint8).cpu().numpy()
+        for part in tensors_of(X)
+        if part.ndim > 0 and len(part) == n
+    ]
+    salt = seed.to_bytes(8, "little", signed=True)
+    keys = []
+    for i in range(n):
+        digest = hashlib.blake2b(digest_size=8, key=salt)
+        for part in rows:
+            digest.update(part[i])
+        keys.append(int.from_bytes(digest.digest(), "little") >> 1)
+    return keys
+
+
+def tensor_bytes(tensor: Tensor) -> Any:
+    """Return a tensor's content, of any dtype, as a buffer.
+
+    Example:
+        >>> tensor_bytes(torch.ones(2, dtype=torch.int16)).tolist()
+        [1, 0, 1, 0]
+    """
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

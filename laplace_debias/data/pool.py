@@ -12,32 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, Subset
 
 from laplace_debias.data.inputs import Batch, Inputs, Keys, concatenate, datum_shapes, take
+from laplace_debias.data.loaders import is_map_style
 from laplace_debias.data.roles import TrainingData
 
-__all__ = ["MapStyle", "Pool", "is_map_style", "segments"]
-
-
-def is_map_style(loader: Iterable[Any]) -> bool:
-    """Whether drawn data can be fetched again by their position in a dataset.
-
-    Args:
-        loader: A loader, or any iterable of mini-batches.
-
-    Returns:
-        ``True`` for a ``DataLoader`` over a map-style dataset that makes mini-batches itself.
-
-    Example:
-        >>> is_map_style(DataLoader(range(4), batch_size=2)), is_map_style([])
-        (True, False)
-    """
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and loader.batch_sampler is not None
-    )
+__all__ = ["MapStyle", "Pool", "segments"]
 
 
 class MapStyle:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Processes", "counted", "is_main", "processes", "together", "total"]
+__all__ = ["Processes", "counted", "processes", "together", "total"]
 
 _FINE, _RAISED = 0, 1
 
@@ -192,17 +192,6 @@ def processes() -> Processes | None:
         _CURRENT.clear()
         _CURRENT[key] = Processes(dist.get_rank(), dist.get_world_size())
     return _CURRENT[key]
-
-
-def is_main() -> bool:
-    """Whether this process speaks for all: rank 0, or the only one.
-
-    Example:
-        >>> is_main()
-        True
-    """
-    group = processes()
-    return group is None or group.rank == 0
 
 
 @contextmanager

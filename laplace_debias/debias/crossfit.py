@@ -13,10 +13,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from laplace_debias.data.inputs import Batch, concatenate, datum_shapes, take
-from laplace_debias.data.pool import MapStyle, is_map_style, segments
+from laplace_debias.data.loaders import bar, is_map_style, warn_if_sequential
+from laplace_debias.data.pool import MapStyle, segments
 from laplace_debias.data.processes import processes
-from laplace_debias.data.progress import bar
-from laplace_debias.data.roles import TrainingData, warn_if_sequential
+from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.few_rows import few_rows_from
 from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.options import CrossfitOptions, even_parts

@@ -15,8 +15,8 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from laplace_debias.data.inputs import Batch, Inputs
+from laplace_debias.data.loaders import bar
 from laplace_debias.data.processes import processes, together
-from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import CURVATURES, DIRECTIONS, TrainingData
 from laplace_debias.debias.checkpoint import Checkpoint
 from laplace_debias.debias.eigen import check_finite

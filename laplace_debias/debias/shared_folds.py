@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from laplace_debias.data.loaders import bar
 from laplace_debias.data.processes import processes, together, total
-from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.options import CrossfitOptions

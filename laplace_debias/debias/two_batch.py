@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from laplace_debias.data.inputs import Batch
+from laplace_debias.data.loaders import bar
 from laplace_debias.data.processes import together
-from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import CURVATURES, DIRECTIONS, TrainingData
 from laplace_debias.debias.checkpoint import Checkpoint
 from laplace_debias.debias.freeing import FactorEngine, fit_freeing, n_batches, of_all

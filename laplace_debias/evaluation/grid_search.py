@@ -12,8 +12,8 @@ from laplace.baselaplace import KronLaplace
 from laplace.utils.enums import PredType
 from torch import Tensor
 
+from laplace_debias.data.loaders import bar
 from laplace_debias.data.processes import counted, processes, together
-from laplace_debias.data.progress import bar
 from laplace_debias.data.reading import read
 from laplace_debias.evaluation.counted import ignore_index_of
 from laplace_debias.evaluation.predictors import (

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.data.datum_keys import datum_keys
-from laplace_debias.data.inputs import Inputs
+from laplace_debias.data.inputs import Inputs, datum_keys
 from laplace_debias.data.targets import check_targets
 from laplace_debias.data.weighted import WeightedTargets, apart
 from laplace_debias.kfac.counts import FitCost

@@ -28,7 +28,8 @@ from laplace_debias.comparison.rows import (
     TEMPERATURE,
     TWO_BATCH,
 )
-from laplace_debias.data.reading import as_batches, unpack
+from laplace_debias.data.loaders import as_batches
+from laplace_debias.data.reading import unpack
 from laplace_debias.debias.bias import CurvatureBias
 from laplace_debias.debias.expected_bias import ExpectedBias
 from laplace_debias.evaluation.sweep import default_grid
