@@ -20,8 +20,7 @@ from laplace_debias.data.targets import IGNORED
 from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.evaluation.counted import counted_rows
 from laplace_debias.evaluation.metrics import most_probable
-from laplace_debias.network.calling import call_model
-from laplace_debias.network.positions import classes_last
+from laplace_debias.network.calling import call_model, classes_last
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.upstream import posterior_params
 from laplace_debias.posterior.debiased import DebiasedPosterior

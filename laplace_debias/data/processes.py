@@ -8,7 +8,7 @@ the connection breaks (gloo), at the latest after the group's time-out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Processes", "counted", "processes", "together", "total"]
+__all__ = ["Processes", "counted", "processes", "shared_out", "together", "total"]
 
 _FINE, _RAISED = 0, 1
 
@@ -260,3 +260,25 @@ def counted(n_data: int) -> int:
             "loaders' datasets."
         )
     return found
+
+
+def shared_out(costs: Sequence[float], group: Processes | None) -> list[int]:
+    """Deal out jobs: the dearest first, each to the process with the least to do so far.
+
+    Args:
+        costs: Of each job.
+        group: The processes, ``None`` if there is only this one.
+
+    Returns:
+        The rank that does each job, the same in every process.
+
+    Example:
+        >>> shared_out([1.0, 8.0, 4.0, 3.0], Processes(0, 2))
+        [1, 0, 1, 1]
+    """
+    load = [0.0] * (1 if group is None else group.size)
+    ranks = [0] * len(costs)
+    for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
+        ranks[job] = load.index(min(load))
+        load[ranks[job]] += costs[job]
+    return ranks

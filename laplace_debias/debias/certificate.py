@@ -21,20 +21,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
-from laplace_debias.kfac.engine import Engine
+from laplace_debias.debias.eigen import EigenFactors
+from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.network.calling import call_model
 from laplace_debias.network.layers import is_transposed
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import check_outputs
 
 __all__ = [
-    "EigenFactors",
     "FitReport",
     "estimated_distance",
     "input_noise",
@@ -42,22 +42,6 @@ __all__ = [
     "probe_gradients",
     "report_of",
 ]
-
-
-class EigenFactors(NamedTuple):
-    """One block in its eigenbasis; a bias has no input factor."""
-
-    Q_B: Tensor
-    lam_B: Tensor
-    Q_A: Tensor | None = None
-    lam_A: Tensor | None = None
-
-    @property
-    def table(self) -> Tensor:
-        """Eigenvalues of the block, ``[d_out, d_in]`` or ``[d_out, 1]``."""
-        if self.lam_A is None:
-            return self.lam_B[:, None]
-        return torch.outer(self.lam_B, self.lam_A)
 
 
 @dataclass(frozen=True)
@@ -110,7 +94,7 @@ class FitReport:
 
 
 def probe_gradients(
-    engine: Engine, X: Inputs, directions: Tensor, key: Keys = "input_ids"
+    engine: EngineInterface, X: Inputs, directions: Tensor, key: Keys = "input_ids"
 ) -> list[Tensor]:
     """Gradients of one direction of the output per input, for every parameter.
 
@@ -124,6 +108,7 @@ def probe_gradients(
         ``[n, d_out, d_in]`` per weight and ``[n, d_out, 1]`` per bias, in the parameters' type.
 
     Example:
+        >>> from laplace_debias.kfac.engine import Engine
         >>> engine = Engine(torch.nn.Linear(2, 3), "regression")
         >>> J = probe_gradients(engine, torch.ones(4, 2), torch.ones(4, 3))
         >>> [tuple(part.shape) for part in J]

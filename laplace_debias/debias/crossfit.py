@@ -25,15 +25,15 @@ from laplace_debias.debias.reservoirs import Reservoirs
 from laplace_debias.debias.sampling import WeightedDraw, curvature_order, draw_weighted
 from laplace_debias.debias.shared_folds import fit_shared_folds
 from laplace_debias.debias.spectrum import FitResult
-from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
+from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.network.loss import curvature_scores
 
 __all__ = ["fit_crossfit"]
 
 
 def fit_crossfit(
-    engine: Engine,
+    engine: EngineInterface,
     data: TrainingData,
     options: CrossfitOptions,
     *,
@@ -56,6 +56,7 @@ def fit_crossfit(
 
     Example:
         >>> from torch import nn
+        >>> from laplace_debias.kfac.engine import Engine
         >>> engine = Engine(nn.Linear(3, 2), "classification")
         >>> batches = [(torch.randn(8, 3), torch.arange(8) % 2) for _ in range(4)]
         >>> data = TrainingData(batches, None, 100, torch.device("cpu"))
@@ -79,7 +80,7 @@ class _Run:
     """One fit: what its ways to read the data share."""
 
     def __init__(
-        self, engine: Engine, data: TrainingData, options: CrossfitOptions, bar: tqdm
+        self, engine: EngineInterface, data: TrainingData, options: CrossfitOptions, bar: tqdm
     ) -> None:
         self.engine, self.data, self.options, self.bar = engine, data, options, bar
 

@@ -11,8 +11,8 @@ from laplace_debias.data.inputs import Inputs, Keys, concatenate, datum_shapes, 
 from laplace_debias.data.weighted import check_unweighted
 from laplace_debias.debias.eigen import eigh_float64
 from laplace_debias.debias.pairs import pair_scores
-from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
+from laplace_debias.kfac.interface import EngineInterface
 
 __all__ = ["PoolMoments"]
 
@@ -31,13 +31,14 @@ class PoolMoments:
         engine: Makes the passes, and counts them.
 
     Example:
+        >>> from laplace_debias.kfac.engine import Engine
         >>> moments = PoolMoments(Engine(torch.nn.Linear(2, 3), "classification"))
         >>> moments.add(torch.randn(5, 2), torch.arange(5) % 3)
         >>> moments.outputs.shape, moments.scores.shape, len(moments.decomposed())
         (torch.Size([5, 3]), torch.Size([5, 3]), 2)
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineInterface) -> None:
         self.engine = engine
         self._parts: list[Factors] = []  # of every other mini-batch, for their difference
         self._outputs: list[Tensor] = []

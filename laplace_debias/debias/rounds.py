@@ -19,9 +19,10 @@ from laplace_debias.debias.pairs import (
     pair_vectors,
 )
 from laplace_debias.debias.pool_moments import PoolMoments
-from laplace_debias.kfac.engine import Engine
-from laplace_debias.kfac.gradient_rows import gradient_rows, rows_key
-from laplace_debias.network.loss import sampled_hessian_root
+from laplace_debias.kfac.gradient_rows import gradient_rows
+from laplace_debias.kfac.interface import EngineInterface
+from laplace_debias.network.ownership import rows_key
+from laplace_debias.network.vectors import sampled_hessian_root
 
 __all__ = ["Rounds"]
 
@@ -53,6 +54,7 @@ class Rounds:
         >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
         >>> batch = (torch.randn(8, 3), torch.arange(8) % 2)
         >>> data = TrainingData(batch, None, 8, torch.device("cpu"))
+        >>> from laplace_debias.kfac.engine import Engine
         >>> rounds = Rounds(Engine(net, "classification"), data, AutoOptions())
         >>> rounds.grow(8)
         >>> rounds.draw(8)
@@ -65,7 +67,7 @@ class Rounds:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineInterface,
         data: TrainingData,
         options: AutoOptions,
         bar: tqdm | None = None,

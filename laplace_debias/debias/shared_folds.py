@@ -10,15 +10,15 @@ from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.options import CrossfitOptions
 from laplace_debias.debias.spectrum import FitResult
-from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
+from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.kfac.sums import factors_of_all
 
 __all__ = ["fit_shared_folds"]
 
 
 def fit_shared_folds(
-    engine: Engine,
+    engine: EngineInterface,
     data: TrainingData,
     options: CrossfitOptions,
     *,
@@ -44,6 +44,7 @@ def fit_shared_folds(
 
     Example:
         >>> from torch import nn
+        >>> from laplace_debias.kfac.engine import Engine
         >>> engine = Engine(nn.Linear(3, 2), "classification")
         >>> batches = [(torch.randn(8, 3), torch.arange(8) % 2) for _ in range(2)]
         >>> data = TrainingData(batches, None, 100, torch.device("cpu"))

@@ -20,10 +20,8 @@ from laplace_debias.data.processes import counted, together
 from laplace_debias.data.reading import read
 from laplace_debias.data.targets import IGNORED, check_targets
 from laplace_debias.evaluation.counted import counted_rows, ignore_index_of
-from laplace_debias.network.bernoulli import binary_labels
-from laplace_debias.network.calling import call_model
-from laplace_debias.network.loss import Likelihood, likelihood_name
-from laplace_debias.network.positions import classes_last
+from laplace_debias.network.calling import call_model, classes_last
+from laplace_debias.network.loss import Likelihood, binary_labels, likelihood_name
 from laplace_debias.network.upstream import device_of
 from laplace_debias.predictive.links import check_link
 from laplace_debias.predictive.predictions import (

@@ -15,6 +15,7 @@ from laplace_debias.network.layers import (
     SUPPORTED_TYPES,
     KFACLayer,
     Norm,
+    has_own_forward,
     is_kfac_layer,
     is_norm,
     is_transposed,
@@ -25,17 +26,22 @@ from laplace_debias.network.parametrized import (
     effective_step,
     originals,
 )
-from laplace_debias.network.products import has_own_forward
 
 __all__ = [
     "OwnedParameter",
+    "RowsKey",
     "is_ordinary",
     "is_supported_layer",
     "kfac_layers",
     "owned_parameters",
     "owners",
+    "rows_key",
     "transposed_parameters",
 ]
+
+
+RowsKey = tuple[object, ...]
+"""What the rows of a parameter are found by."""
 
 
 class OwnedParameter(NamedTuple):
@@ -256,3 +262,20 @@ def is_supported_layer(module: nn.Module, types: tuple[type[nn.Module], ...]) ->
     if is_transposed(module):
         return nn.LayerNorm in types  # this package's own engine
     return isinstance(module, types) and not isinstance(module, NonDynamicallyQuantizableLinear)
+
+
+def rows_key(parameter: OwnedParameter) -> RowsKey:
+    """Its layers, as a weight and a bias share their rows; scales and shifts have their own.
+
+    Args:
+        parameter: The parameter.
+
+    Returns:
+        The layers, for a scale or shift with its role.
+
+    Example:
+        >>> norm = nn.LayerNorm(2)
+        >>> rows_key(OwnedParameter("1.bias", "bias", (norm,))) == (norm, "bias")
+        True
+    """
+    return (*parameter.layers, parameter.role) if parameter.scales else parameter.layers

@@ -42,22 +42,28 @@ from laplace_debias.debias.options import (
     method_options,
 )
 from laplace_debias.debias.spectrum import FitResult, rebuild
-from laplace_debias.debias.two_batch import FactorEngine, fit_single, fit_two_batch
+from laplace_debias.debias.two_batch import fit_single, fit_two_batch
 from laplace_debias.evaluation.grid_search import Loss, gridsearch_prior_precision
-from laplace_debias.kfac.backend import HookEF, HookGGN, HookInterface
+from laplace_debias.kfac.backend import (
+    HookEF,
+    HookGGN,
+    HookInterface,
+    choose_backend,
+    supported_types,
+)
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.engine import Engine
-from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
+from laplace_debias.kfac.few_rows import KFAC_APPROXES, KFACApprox
+from laplace_debias.kfac.interface import FactorEngine
 from laplace_debias.kfac.thin_kron import bases_of
-from laplace_debias.kfac.upstream import BackendEngine, choose_backend, supported_types
-from laplace_debias.network.calling import OutputPicker
+from laplace_debias.kfac.upstream import BackendEngine
+from laplace_debias.network.calling import OutputPicker, as_outputs
 from laplace_debias.network.features import computing_model, detached_features, first_output
 from laplace_debias.network.freezing import check_supported
 from laplace_debias.network.layers import SUPPORTED_TYPES
-from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
+from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.objective import Objective, objective_of
 from laplace_debias.network.ownership import transposed_parameters
-from laplace_debias.network.positions import as_outputs
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.remembered import forget
 from laplace_debias.network.selection import Parameters, select_parameters, selected
@@ -74,6 +80,7 @@ from laplace_debias.network.upstream import (
     row_keys,
     unchecked_prior,
 )
+from laplace_debias.network.vectors import FISHERS, SAMPLERS, Fisher, Sampler
 from laplace_debias.network.verify import verify_last_layer, verify_layers
 from laplace_debias.network.wrappers import unwrapped
 from laplace_debias.posterior.resuming import check_resumable, fit_checkpoint

@@ -19,9 +19,10 @@ from torch.func import functional_call, grad, vmap
 
 from laplace_debias.data.inputs import Inputs, map_tensors, size_of, take
 from laplace_debias.data.reading import read
-from laplace_debias.network.loss import Likelihood, backward_vectors
+from laplace_debias.network.loss import Likelihood
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.upstream import decomposed, hessian_factor
+from laplace_debias.network.vectors import backward_vectors
 from laplace_debias.predictive.eigenblocks import PriorPrecisions
 from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
 

@@ -27,13 +27,14 @@ from laplace_debias.predictive.output_gradients import OutputGradients, all_clas
 from laplace_debias.predictive.output_groups import grouped_moments
 from laplace_debias.predictive.probing import (
     Capture,
+    Source,
     call_inputs,
     call_normalised,
     data_dims,
     per_datum_jacobians,
     run,
 )
-from laplace_debias.predictive.row_check import Source, misplaced_rows
+from laplace_debias.predictive.row_check import misplaced_rows
 
 
 class LayerJacobians:

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laplace_debias.predictive.probing import Capture, call_gradients
-from laplace_debias.predictive.row_check import Source
+from laplace_debias.predictive.probing import Capture, Source, call_gradients
 
 __all__ = ["OutputGradients", "all_classes", "top_classes"]
 

@@ -23,9 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace_debias.data.inputs import Inputs, size_of, take
 from laplace_debias.kfac.thin import from_coordinates
-from laplace_debias.network.calling import call_model
+from laplace_debias.network.calling import call_model, classes_last
 from laplace_debias.network.features import outputs_and_features
-from laplace_debias.network.positions import classes_last
 from laplace_debias.network.preserve import Change, held
 from laplace_debias.network.recorder import Recorder
 from laplace_debias.network.substitution import substituted

@@ -13,7 +13,7 @@ from tests.oracles_kfac import oracle, rows_of
 
 def test_large_gram_matrices_and_sliced_unfolding(monkeypatch):
     """The halved Gram matrix and the sliced copy give what one plain product gives."""
-    monkeypatch.setattr("laplace_debias.kfac.symmetric._HALVE_ABOVE", 5)
+    monkeypatch.setattr("laplace_debias.kfac.few_rows._HALVE_ABOVE", 5)
     monkeypatch.setattr("laplace_debias.kfac.grams._SLICE_BYTES", 4000)
     model, x, y = make("conv2d", "classification")
     factors = kfac_factors(model, x, y, likelihood="classification")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from laplace_debias.debias.spectrum import decompose
-from laplace_debias.kfac import grams, rotations, symmetric
+from laplace_debias.kfac import few_rows, grams, rotations
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.rotations import (
     RotatedInputs,
@@ -30,7 +30,7 @@ def path(request, monkeypatch):
     """Both ways to the same numbers, whatever the shapes."""
     always = request.param == "measured"
     monkeypatch.setattr(rotations, "_ROWS_PER_DIMENSION", 0 if always else 10**9)
-    monkeypatch.setattr(symmetric, "_HALVE_ABOVE", 2 if always else 10**9)
+    monkeypatch.setattr(few_rows, "_HALVE_ABOVE", 2 if always else 10**9)
     monkeypatch.setattr(rotations, "saves_work", lambda *args: always)
     return request.param
 
@@ -60,7 +60,7 @@ def test_a_matrix_that_is_no_scratch_is_not_formed(monkeypatch):
 
     monkeypatch.setattr(rotations, "add_gram_", formed)
     monkeypatch.setattr(rotations, "input_mean", formed)
-    monkeypatch.setattr(symmetric, "_HALVE_ABOVE", 2)
+    monkeypatch.setattr(few_rows, "_HALVE_ABOVE", 2)
     rows, image, conv = torch.ones(100, 4), torch.ones(9, 1, 9, 9), nn.Conv2d(1, 1, 2)
     for slice_bytes, raises in ((4 * 4 * 4, True), (4 * 4 * 4 - 1, False)):
         monkeypatch.setattr(grams, "_SLICE_BYTES", slice_bytes)

@@ -6,12 +6,8 @@ from laplace.curvature import AsdlEF, AsdlGGN, BackPackGGN, CurvlinopsGGN
 from laplace.utils import FeatureExtractor
 from torch import nn
 
-from laplace_debias.kfac.backend import HookEF, HookGGN
-from laplace_debias.kfac.upstream import (
-    BackendEngine,
-    choose_backend,
-    supported_types,
-)
+from laplace_debias.kfac.backend import HookEF, HookGGN, choose_backend, supported_types
+from laplace_debias.kfac.upstream import BackendEngine
 from laplace_debias.network.features import LEFTOVERS, computing_model
 from tests import oracles
 from tests.cases import CNN, MLP, MLP_REGRESSION, ONE_ELEMENT, PARTLY_FROZEN, TOKENS
