@@ -40,8 +40,9 @@ from laplace_debias.comparison.rows import (
 from laplace_debias.comparison.runs import evaluate_sets
 from laplace_debias.data.loaders import as_batches, bar
 from laplace_debias.data.targets import IGNORED
-from laplace_debias.evaluation.sweep import default_grid
 from laplace_debias.network.loss import likelihood_name
+from laplace_debias.posterior.kron import Laplace
+from laplace_debias.predictive.eigenblocks import default_grid
 from laplace_debias.storage.cells import CellStore
 from laplace_debias.storage.fingerprints import plain_options
 
@@ -101,7 +102,7 @@ def compare(
         budgets: Numbers M of data per draw, even.
         n_draws: Number of draws per budget.
         prior_precisions: Grid, in laplace-torch's units; by default the paper's,
-            :func:`~laplace_debias.evaluation.sweep.default_grid`.
+            :func:`~laplace_debias.predictive.eigenblocks.default_grid`.
         laplace: Arguments of :func:`~laplace_debias.posterior.factory.Laplace`, such as
             ``backend``. ``subset_of_weights`` is ``"all"`` unless it is among them. The options of
             :class:`~laplace_debias.debias.options.CrossfitOptions`, such as
@@ -164,7 +165,17 @@ def compare(
     store = CellStore.for_run(folder, model, data, options=config, data_id=data_id)
 
     fitting = Fitting(
-        model, train_loader, val_loader, kind, laplace, custom, reference, prediction, grid, seed
+        Laplace,
+        model,
+        train_loader,
+        val_loader,
+        kind,
+        laplace,
+        custom,
+        reference,
+        prediction,
+        grid,
+        seed,
     )
 
     def evaluated(cells: list[_Cell]) -> list[list[dict[str, Any]]]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from laplace.curvature import (
-    BackPackGGN,
     CurvatureInterface,
     EFInterface,
     GGNInterface,
@@ -18,12 +17,11 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.kfac.engine import kfac_factors
 from laplace_debias.network.features import outputs_and_features
-from laplace_debias.network.layers import SUPPORTED_TYPES
 from laplace_debias.network.ownership import kfac_layers, transposed_parameters
 from laplace_debias.network.upstream import feature_extractor, kron_of, last_layer_of
 from laplace_debias.network.vectors import Fisher
 
-__all__ = ["HookEF", "HookGGN", "HookInterface", "choose_backend", "supported_types"]
+__all__ = ["HookEF", "HookGGN", "HookInterface", "choose_backend"]
 
 
 class HookInterface(CurvatureInterface):
@@ -106,25 +104,6 @@ class HookEF(HookInterface, EFInterface):
     def fisher(self) -> Fisher:
         """The gradient of the loss."""
         return "empirical"
-
-
-def supported_types(backend: type[CurvatureInterface]) -> tuple[type[nn.Module], ...]:
-    """Layer classes for which a backend has Kronecker factors.
-
-    Args:
-        backend: A backend class of laplace-torch.
-
-    Returns:
-        The layer classes.
-
-    Example:
-        >>> [t.__name__ for t in supported_types(HookGGN)][:4]
-        ['Linear', 'Conv1d', 'Conv2d', 'Conv3d']
-    """
-    if issubclass(backend, HookInterface):
-        return SUPPORTED_TYPES
-    common = (nn.Linear, nn.Conv2d)
-    return (*common, nn.Conv1d) if issubclass(backend, BackPackGGN) else common
 
 
 def choose_backend(

@@ -14,14 +14,18 @@ from collections.abc import MutableMapping
 from dataclasses import replace
 from typing import Any
 
-from laplace.curvature import BackPackInterface, CurvatureInterface, EFInterface
+from laplace.curvature import (
+    BackPackGGN,
+    BackPackInterface,
+    CurvatureInterface,
+    EFInterface,
+)
 from laplace.curvature.asdl import AsdlInterface
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.targets import check_targets
 from laplace_debias.data.weighted import check_unweighted
-from laplace_debias.kfac.backend import supported_types
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Block, Factors
 from laplace_debias.network.calling import wants_keywords
@@ -30,7 +34,7 @@ from laplace_debias.network.ownership import kfac_layers
 from laplace_debias.network.recorder import Recorder
 from laplace_debias.network.upstream import last_layer_of
 
-__all__ = ["BackendEngine"]
+__all__ = ["BackendEngine", "supported_types"]
 
 
 class BackendEngine:
@@ -191,3 +195,20 @@ def _to_convention(blocks: dict[str, Block], positions: dict[str, list[float]], 
             )
         scale = 1 / calls[0] if len(blocks[name]) == 2 else 1 / (calls[0] * n)
         blocks[name][-1] = blocks[name][-1] * scale
+
+
+def supported_types(backend: type[CurvatureInterface]) -> tuple[type[nn.Module], ...]:
+    """Layer classes for which a backend has Kronecker factors.
+
+    Args:
+        backend: A backend class of laplace-torch.
+
+    Returns:
+        The layer classes.
+
+    Example:
+        >>> [t.__name__ for t in supported_types(BackPackGGN)]
+        ['Linear', 'Conv2d', 'Conv1d']
+    """
+    common = (nn.Linear, nn.Conv2d)
+    return (*common, nn.Conv1d) if issubclass(backend, BackPackGGN) else common

@@ -44,19 +44,14 @@ from laplace_debias.debias.options import (
 from laplace_debias.debias.spectrum import FitResult, rebuild
 from laplace_debias.debias.two_batch import fit_single, fit_two_batch
 from laplace_debias.evaluation.grid_search import Loss, gridsearch_prior_precision
-from laplace_debias.kfac.backend import (
-    HookEF,
-    HookGGN,
-    HookInterface,
-    choose_backend,
-    supported_types,
-)
+from laplace_debias.evaluation.tuning import TuningResult, check_logit_temperature, tune
+from laplace_debias.kfac.backend import HookEF, HookGGN, HookInterface, choose_backend
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.few_rows import KFAC_APPROXES, KFACApprox
 from laplace_debias.kfac.interface import FactorEngine
 from laplace_debias.kfac.thin_kron import bases_of
-from laplace_debias.kfac.upstream import BackendEngine
+from laplace_debias.kfac.upstream import BackendEngine, supported_types
 from laplace_debias.network.calling import OutputPicker, as_outputs
 from laplace_debias.network.features import computing_model, detached_features, first_output
 from laplace_debias.network.freezing import check_supported
@@ -86,7 +81,6 @@ from laplace_debias.network.wrappers import unwrapped
 from laplace_debias.posterior.resuming import check_resumable, fit_checkpoint
 from laplace_debias.posterior.several import agreed_seed, check_same_model, cost_of_all
 from laplace_debias.posterior.state import check_parameters, load_state, save_state
-from laplace_debias.posterior.tuned import Tuned
 from laplace_debias.predictive.eigenblocks import check_prior_precision
 from laplace_debias.predictive.links import (
     check_n_samples,
@@ -94,8 +88,8 @@ from laplace_debias.predictive.links import (
     mean_log_probabilities,
 )
 from laplace_debias.predictive.network_samples import network_samples
-from laplace_debias.predictive.predictions import Prediction, glm_predictions
-from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
+from laplace_debias.predictive.predictions import DEFAULT_MEMORY_BUDGET, Prediction, glm_predictions
+from laplace_debias.predictive.predictor import StructuredPredictor
 
 __all__ = ["DebiasedPosterior"]
 
@@ -108,7 +102,7 @@ else:
     _Base = object
 
 
-class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
+class DebiasedPosterior(PrivateProtocol, _Base):
     """What both debiased classes share; comes before laplace-torch's class in the bases.
 
     Attributes:
@@ -151,6 +145,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
     predictive_method: str = "auto"
     memory_budget: int = DEFAULT_MEMORY_BUDGET
     _fitted: FitResult | None = None
+    _logit_temperature: float = 1.0
     _kept: tuple[Any, StructuredPredictor] | None = None
 
     def __init__(
@@ -908,6 +903,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
                 result = gridsearch_prior_precision(
                     self,
                     val_loader,
+                    predictor_of=StructuredPredictor,
                     pred_type=pred_type,
                     loss=loss,
                     log_prior_prec_min=log_prior_prec_min,
@@ -936,6 +932,47 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
         except BaseException:
             self.prior_precision = before
             raise
+
+    @property
+    def logit_temperature(self) -> float:
+        """T, by which logits are divided: their means by T, their (co)variances by its square.
+
+        It is 1 unless set or tuned, and unlike laplace-torch's ``temperature`` (which multiplies
+        the posterior covariance) leaves the posterior over weights alone. Outputs as such
+        (``functional_samples``, ``output_moments``), rewards and regressions are not divided.
+        """
+        return self._logit_temperature
+
+    @logit_temperature.setter
+    def logit_temperature(self, value: float) -> None:
+        check_logit_temperature(value)
+        self._logit_temperature = float(value)
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """Class probabilities of given logits, ``softmax(f / T)``.
+
+        Args:
+            outputs: Logits ``[..., C]``.
+        """
+        return torch.softmax(outputs / self.logit_temperature, dim=-1)
+
+    def tune(
+        self, val_loader: Iterable[Any], objective: str = "nll", **options: Any
+    ) -> TuningResult:
+        """Choose prior precision and ``logit_temperature`` on validation data, and take them.
+
+        Args:
+            val_loader: Validation data; training data would choose far too large a precision.
+            objective: What to minimise, or maximise: ``"nll"``, or another metric's name.
+            **options: Of :func:`laplace_debias.evaluation.tuning.tune`.
+
+        Returns:
+            What was tried.
+        """
+        result = tune(self, val_loader, objective, predictor_of=StructuredPredictor, **options)
+        self.prior_precision = result.prior_precision
+        self.logit_temperature = result.logit_temperature
+        return result
 
     @property
     def H_facs(self) -> Kron | None:

@@ -24,7 +24,8 @@ from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.upstream import decomposed, hessian_factor
 from laplace_debias.network.vectors import backward_vectors
 from laplace_debias.predictive.eigenblocks import PriorPrecisions
-from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
+from laplace_debias.predictive.predictions import DEFAULT_MEMORY_BUDGET
+from laplace_debias.predictive.predictor import StructuredPredictor
 
 __all__ = ["DiagonalPredictor", "diagonal_ggn"]
 
@@ -96,7 +97,7 @@ class DiagonalPredictor(StructuredPredictor):
 
     Args:
         la: A Kron approximation without curvature, in the basis of the axes: see
-            :func:`laplace_debias.comparison.baselines.prior_only`.
+            :func:`laplace_debias.comparison.fitting.prior_only`.
         diagonal: The curvature of every parameter, of its shape.
         prior_precisions: See :class:`StructuredPredictor`.
         memory_budget: See :class:`StructuredPredictor`.

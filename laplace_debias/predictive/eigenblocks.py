@@ -254,3 +254,18 @@ def check_prior_precision(value: float | Tensor) -> None:
         raise ValueError(
             f"Expected a positive, finite prior precision, got {value}. Remedy: pass e.g. 1.0."
         )
+
+
+def default_grid(n_data: int) -> Tensor:
+    r"""Return the paper's grid: N times 13 log-spaced beta from 1e-4 to 1, and 10.
+
+    Args:
+        n_data: The number N of training data; ``prior_precision = N * beta``.
+
+    Example:
+        >>> grid = default_grid(100)
+        >>> len(grid), round(grid[0].item(), 6), round(grid[-1].item(), 6)
+        (14, 0.01, 1000.0)
+    """
+    beta = torch.cat([torch.logspace(-4, 0, 13, dtype=torch.float64), torch.tensor([10.0])])
+    return n_data * beta

@@ -41,11 +41,10 @@ from laplace_debias.predictive.eigenblocks import (
 from laplace_debias.predictive.last_layer import has_closed_form, last_layer_moments
 from laplace_debias.predictive.layer_jacobians import LayerJacobians
 from laplace_debias.predictive.output_gradients import top_classes
-from laplace_debias.predictive.predictions import check_method
+from laplace_debias.predictive.predictions import DEFAULT_MEMORY_BUDGET, check_method
 from laplace_debias.predictive.prior_nodes import N_NODES, prior_nodes
 from laplace_debias.predictive.weight_samples import WeightSampler
 
-DEFAULT_MEMORY_BUDGET = 512 * 2**20
 N_TOP = 20
 """Most classes whose variances :meth:`StructuredPredictor.top` makes exact."""
 

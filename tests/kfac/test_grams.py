@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from laplace_debias.kfac import grams
+from laplace_debias.kfac import few_rows, grams
 from laplace_debias.kfac.engine import kfac_factors
 from laplace_debias.kfac.grams import InputGram, OutputGram, input_mean
 from tests.cases_kfac import make
@@ -44,7 +44,7 @@ def test_the_mean_over_rows(name, slice_bytes, monkeypatch):
     torch.testing.assert_close(A, rows.T @ rows / len(rows))
 
 
-@pytest.mark.parametrize("approx", grams.KFAC_APPROXES)
+@pytest.mark.parametrize("approx", few_rows.KFAC_APPROXES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_ways_to_sum_positions(name, approx):
     """The table in the module's docstring, datum by datum, with two calls as further positions."""

@@ -75,7 +75,7 @@ def test_a_matrix_that_is_no_scratch_is_not_formed(monkeypatch):
                 call()
 
 
-@pytest.mark.parametrize("approx", grams.KFAC_APPROXES)
+@pytest.mark.parametrize("approx", few_rows.KFAC_APPROXES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_an_engine_measures_what_its_own_factors_have_along_any_basis(case, approx, path):
     """Whatever a factor is (the oracles know), its diagonal in a basis comes without it."""
