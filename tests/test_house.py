@@ -15,14 +15,10 @@ MOST_LINES = 300
 LONGER = {
     # What is saved, how it is restored, and all earlier formats.
     "posterior/state.py": 320,
-    # Every form of mini-batch that people have, and what is said of others.
-    "data/reading.py": 315,
     # Class predictions and Gaussian ones, each with its checks.
     "evaluation/streams.py": 310,
     # THE engine: half of it is documentation of its attributes and arguments.
     "kfac/engine.py": 580,
-    # Every flavour of curvature side by side.
-    "network/loss.py": 340,
     # What is refused before a fit, each check with its words.
     "network/verify.py": 320,
     # The class that laplace-torch's users see, all of its methods in one body.

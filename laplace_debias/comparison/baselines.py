@@ -17,8 +17,8 @@ from torch import nn
 from laplace_debias.comparison.rows import DIAGONAL, LAST_LAYER, PLAIN, PRIOR_ONLY, TEMPERATURE
 from laplace_debias.data.reading import read
 from laplace_debias.data.targets import IGNORED
-from laplace_debias.evaluation.counted import counted_rows
 from laplace_debias.evaluation.metrics import most_probable
+from laplace_debias.evaluation.predictors import counted_rows
 from laplace_debias.network.calling import call_model, classes_last
 from laplace_debias.network.preserve import evaluation_mode
 

@@ -165,18 +165,9 @@ def compare(
     store = CellStore.for_run(folder, model, data, options=config, data_id=data_id)
 
     fitting = Fitting(
-        Laplace,
-        model,
-        train_loader,
-        val_loader,
-        kind,
-        laplace,
-        custom,
-        reference,
-        prediction,
-        grid,
-        seed,
-    )
+        Laplace, model, train_loader, val_loader, kind, laplace, custom, reference, prediction,
+        grid, seed,
+    )  # fmt: skip
 
     def evaluated(cells: list[_Cell]) -> list[list[dict[str, Any]]]:
         """Rows of some cells, from shared passes over the data."""

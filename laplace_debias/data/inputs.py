@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,9 +15,10 @@ __all__ = [
     "Inputs",
     "Keys",
     "concatenate",
-    "datum_keys",
     "datum_shapes",
     "map_tensors",
+    "on_device",
+    "ordinary",
     "rows_of",
     "size_of",
     "take",
@@ -242,41 +242,6 @@ def widen(x: Any) -> Any:
     return map_tensors(x, lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t)
 
 
-def datum_keys(X: Inputs, n: int, seed: int) -> list[int]:
-    """One number per datum, for a random number generator of its own.
-
-    Equal data have equal keys. Draws that are keyed by the datum do not depend on the mini-batch
-    or the process in which it is met.
-
-    Args:
-        X: Inputs of n data, a tensor ``[n, ...]``, or a mapping or tuple of such.
-        n: Number of data.
-        seed: Other seeds give other keys.
-
-    Returns:
-        n whole numbers from 0 to ``2**63 - 1``.
-
-    Example:
-        >>> X = torch.tensor([[1.0], [2.0], [1.0]])
-        >>> keys = datum_keys(X, 3, seed=0)
-        >>> keys[0] == keys[2], keys[0] == keys[1], keys == datum_keys(X, 3, seed=1)
-        (True, False, False)
-    """
-    rows = [
-        part.detach().reshape(n, -1).contiguous().view(torch.uint8).cpu().numpy()
-        for part in tensors_of(X)
-        if part.ndim > 0 and len(part) == n
-    ]
-    salt = seed.to_bytes(8, "little", signed=True)
-    keys = []
-    for i in range(n):
-        digest = hashlib.blake2b(digest_size=8, key=salt)
-        for part in rows:
-            digest.update(part[i])
-        keys.append(int.from_bytes(digest.digest(), "little") >> 1)
-    return keys
-
-
 def tensor_bytes(tensor: Tensor) -> Any:
     """Return a tensor's content, of any dtype, as a buffer.
 
@@ -285,3 +250,38 @@ def tensor_bytes(tensor: Tensor) -> Any:
         [1, 0, 1, 0]
     """
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+
+def on_device(x: Inputs, device: torch.device) -> Inputs:
+    """Inputs whose tensors are on a device and can be used outside of inference mode.
+
+    Args:
+        x: A tensor, or a mapping or tuple of tensors and anything else.
+        device: The device.
+
+    Returns:
+        The same inputs, copied only where need be.
+
+    Example:
+        >>> x = {"x": torch.ones(1)}
+        >>> on_device(x, torch.device("cpu")) is x
+        True
+    """
+    if any(value.device != device or value.is_inference() for value in tensors_of(x)):
+        return cast(Inputs, map_tensors(x, lambda value: ordinary(value.to(device))))
+    return x
+
+
+def ordinary(value: Tensor) -> Tensor:
+    """A tensor that autograd takes: one of inference mode is copied.
+
+    Args:
+        value: Any tensor.
+
+    Example:
+        >>> x = torch.ones(1)
+        >>> ordinary(x) is x
+        True
+    """
+    with torch.inference_mode(False):
+        return value.clone() if value.is_inference() else value

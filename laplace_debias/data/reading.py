@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
-from typing import Any, Literal, NoReturn, cast, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -12,16 +12,17 @@ from laplace_debias.data.inputs import (
     INPUT_TYPES,
     Batch,
     Inputs,
-    map_tensors,
+    on_device,
+    ordinary,
     size_of,
     take,
     tensors_of,
 )
 from laplace_debias.data.loaders import as_batches, bar, described, n_own
 from laplace_debias.data.processes import processes
-from laplace_debias.data.weighted import weighted
+from laplace_debias.data.targets import weighted
 
-__all__ = ["MissingKeyError", "on_device", "read", "unpack"]
+__all__ = ["MissingKeyError", "read", "unpack"]
 
 
 class MissingKeyError(KeyError, ValueError):
@@ -145,7 +146,7 @@ def unpack(
     Returns:
         ``X`` (the mapping itself for mappings, as laplace-torch hands it to the model) and ``y``,
         which is ``None`` if there need not be targets and are none, and
-        :class:`~laplace_debias.data.weighted.WeightedTargets` if there are sample weights.
+        :class:`~laplace_debias.data.targets.WeightedTargets` if there are sample weights.
 
     Raises:
         ValueError: If the mini-batch has another form, has no targets where it must, or its inputs
@@ -170,7 +171,7 @@ def unpack(
         )
     if isinstance(y, Tensor) and y.ndim > 0:
         whole = not (y.is_floating_point() or y.is_complex())
-        y = _ordinary(y.to(device, torch.long if whole else y.dtype))  # as losses want them
+        y = ordinary(y.to(device, torch.long if whole else y.dtype))  # as losses want them
     elif not labelled:
         y = None
     elif y is None:
@@ -192,32 +193,6 @@ def unpack(
                 "rows."
             )
     return on_device(X, device), y if w is None or y is None else weighted(y, w)
-
-
-def on_device(x: Inputs, device: torch.device) -> Inputs:
-    """Inputs whose tensors are on a device and can be used outside of inference mode.
-
-    Args:
-        x: A tensor, or a mapping or tuple of tensors and anything else.
-        device: The device.
-
-    Returns:
-        The same inputs, copied only where need be.
-
-    Example:
-        >>> x = {"x": torch.ones(1)}
-        >>> on_device(x, torch.device("cpu")) is x
-        True
-    """
-    if any(value.device != device or value.is_inference() for value in tensors_of(x)):
-        return cast(Inputs, map_tensors(x, lambda value: _ordinary(value.to(device))))
-    return x
-
-
-def _ordinary(value: Tensor) -> Tensor:
-    """A tensor that autograd takes: one of inference mode is copied."""
-    with torch.inference_mode(False):
-        return value.clone() if value.is_inference() else value
 
 
 def _parts(batch: Any, dict_key_y: str, labelled: bool) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ from laplace_debias.data.loaders import (
 )
 from laplace_debias.data.processes import processes, together
 from laplace_debias.data.reading import read
-from laplace_debias.data.weighted import WeightedTargets
+from laplace_debias.data.targets import WeightedTargets
 
 __all__ = ["CURVATURES", "DIRECTIONS", "TrainingData", "agreed_size", "training_size"]
 
@@ -63,7 +63,7 @@ class TrainingData:
     ) -> Iterator[Batch]:
         """Inputs and targets of mini-batches on the device, checked; by default the loader's.
 
-        Targets are :class:`~laplace_debias.data.weighted.WeightedTargets` if a mini-batch has
+        Targets are :class:`~laplace_debias.data.targets.WeightedTargets` if a mini-batch has
         sample weights; their length and their slices are those of plain ones.
         """
         batches = self.loader if batches is None else batches

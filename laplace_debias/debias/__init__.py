@@ -2,7 +2,6 @@
 
 from laplace_debias.debias.auto import fit_auto
 from laplace_debias.debias.bias import CurvatureBias, LayerBias, curvature_bias
-from laplace_debias.debias.certificate import FitReport
 from laplace_debias.debias.crossfit import fit_crossfit
 from laplace_debias.debias.curvature_recorder import CurvatureRecorder
 from laplace_debias.debias.eigen import eigh_float64, null_tolerance
@@ -13,8 +12,7 @@ from laplace_debias.debias.expected_bias import (
     expected_bias,
     expected_overestimation,
 )
-from laplace_debias.debias.few_rows import crossfit_rows, few_rows_from
-from laplace_debias.debias.fold_blocks import crossfit_kron
+from laplace_debias.debias.few_rows import crossfit_kron, crossfit_rows, few_rows_from
 from laplace_debias.debias.folds import crossfit_factor, isotonic
 from laplace_debias.debias.inverse import inverse_inflation, null_floor, resolvent_inflation
 from laplace_debias.debias.options import AutoOptions, CrossfitOptions, even_parts
@@ -32,6 +30,7 @@ from laplace_debias.debias.spectrum import (
     reevaluate,
 )
 from laplace_debias.debias.two_batch import fit_factors, fit_single, fit_two_batch
+from laplace_debias.kfac.counts import FitReport
 
 __all__ = [
     "MIN_EFFECTIVE_ROWS",

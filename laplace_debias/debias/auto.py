@@ -23,7 +23,6 @@ from tqdm.auto import tqdm
 from laplace_debias.data.processes import processes
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.certificate import (
-    FitReport,
     estimated_distance,
     input_noise,
     log_deviations,
@@ -34,6 +33,7 @@ from laplace_debias.debias.eigen import EigenFactors, eigh_float64
 from laplace_debias.debias.options import AutoOptions
 from laplace_debias.debias.rounds import Rounds
 from laplace_debias.debias.spectrum import FitResult
+from laplace_debias.kfac.counts import FitReport
 from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.network.ownership import rows_key
 

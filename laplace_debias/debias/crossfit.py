@@ -17,8 +17,7 @@ from laplace_debias.data.loaders import bar, is_map_style, warn_if_sequential
 from laplace_debias.data.pool import MapStyle, segments
 from laplace_debias.data.processes import processes
 from laplace_debias.data.roles import TrainingData
-from laplace_debias.debias.few_rows import few_rows_from
-from laplace_debias.debias.fold_blocks import crossfit_kron
+from laplace_debias.debias.few_rows import crossfit_kron, few_rows_from
 from laplace_debias.debias.options import CrossfitOptions, even_parts
 from laplace_debias.debias.pool_pass import PoolPass
 from laplace_debias.debias.reservoirs import Reservoirs

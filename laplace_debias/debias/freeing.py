@@ -143,7 +143,7 @@ def of_all(factors: Factors | None, role: str, data: TrainingData) -> Factors:
         >>> of_all(factors, DIRECTIONS, data) is factors
         True
     """
-    summed = factors_of_all(factors, data.device)
+    summed = factors if processes() is None else factors_of_all(factors, data.device)
     if summed is None:
         raise ValueError(
             f"Expected data for the {role} in at least one process, got none. Remedy: check the "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs, Keys, concatenate, datum_shapes, size_of, take
-from laplace_debias.data.weighted import check_unweighted
+from laplace_debias.data.targets import check_unweighted
 from laplace_debias.debias.eigen import eigh_float64
 from laplace_debias.debias.pairs import pair_scores
 from laplace_debias.kfac.factors import Factors

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs, Keys, take
-from laplace_debias.data.weighted import check_unweighted
+from laplace_debias.data.targets import check_unweighted
 from laplace_debias.debias.few_rows import few_rows_from, most_few_rows
 from laplace_debias.debias.options import ResolvedOptions
 from laplace_debias.kfac.factors import Factors

@@ -7,7 +7,7 @@ import torch
 from laplace_debias.data.loaders import bar
 from laplace_debias.data.processes import processes, together, total
 from laplace_debias.data.roles import TrainingData
-from laplace_debias.debias.fold_blocks import crossfit_kron
+from laplace_debias.debias.few_rows import crossfit_kron
 from laplace_debias.debias.options import CrossfitOptions
 from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.kfac.factors import Factors

@@ -19,14 +19,19 @@ from laplace_debias.data.processes import Processes, shared_out, together
 from laplace_debias.debias.eigen import check_finite, eigh_float64, eigh_rows
 from laplace_debias.kfac.factors import Block
 from laplace_debias.kfac.few_rows import as_matrix, is_rows, scaled
-from laplace_debias.kfac.thin import curvature_along, curvatures_of, is_thin
-from laplace_debias.kfac.thin_kron import kron_decomposed
+from laplace_debias.kfac.thin import (
+    curvature_along,
+    curvatures_of,
+    is_thin,
+)
+from laplace_debias.kfac.thin_kron import ThinKronDecomposed
 
 __all__ = [
     "FitResult",
     "curvature_along",
     "decompose",
     "eigenbasis",
+    "kron_decomposed",
     "rebuild",
     "reevaluate",
     "same_output",
@@ -266,3 +271,25 @@ def _to_receive(
     """Room for the eigenvectors and eigenvalues that another process has computed."""
     lam = torch.empty(shape[0], dtype=torch.float64, device=device)
     return torch.empty(shape, dtype=dtype, device=device), lam
+
+
+def kron_decomposed(
+    Q: list[list[Tensor]], lam: list[list[Tensor]], damping: bool = False
+) -> KronDecomposed:
+    """What laplace-torch holds, thin where there is a thin basis.
+
+    Args:
+        Q: Orthonormal columns ``[d, r]`` of every factor.
+        lam: Eigenvalues ``[d]``.
+        damping: laplace-torch's switch.
+
+    Example:
+        >>> type(kron_decomposed([[torch.eye(2)]], [[torch.ones(2)]])).__name__
+        'KronDecomposed'
+    """
+    thin = any(is_thin(Q_f) for block in Q for Q_f in block)
+    kind = ThinKronDecomposed if thin else KronDecomposed
+    # laplace-torch holds lists of lists, and annotates them as if each were a tuple of one
+    vectors: Any = Q
+    values: Any = lam
+    return kind(vectors, values, damping=damping)

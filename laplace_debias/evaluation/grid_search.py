@@ -15,11 +15,11 @@ from torch import Tensor
 from laplace_debias.data.loaders import bar
 from laplace_debias.data.processes import counted, processes, together
 from laplace_debias.data.reading import read
-from laplace_debias.evaluation.counted import ignore_index_of
 from laplace_debias.evaluation.predictors import (
     Predict,
     Update,
     for_metrics,
+    ignore_index_of,
     laplace_predictor,
     run_sweep,
 )

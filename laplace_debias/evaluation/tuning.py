@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from laplace_debias.data.reading import read
-from laplace_debias.evaluation.counted import ignore_index_of
 from laplace_debias.evaluation.layerwise import layerwise_trial
-from laplace_debias.evaluation.predictors import for_metrics
+from laplace_debias.evaluation.predictors import for_metrics, ignore_index_of
 from laplace_debias.evaluation.table import fresh_metrics
 from laplace_debias.evaluation.tuning_result import LayerwiseTrial, TuningResult
 from laplace_debias.network.loss import likelihood_name

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
-from laplace_debias.data.targets import check_targets
-from laplace_debias.data.weighted import WeightedTargets, apart
+from laplace_debias.data.targets import WeightedTargets, apart, check_targets
 from laplace_debias.kfac.factors import Block, Factors
 from laplace_debias.kfac.few_rows import KFACApprox, as_matrix, total_of
 from laplace_debias.kfac.grams import InputGram

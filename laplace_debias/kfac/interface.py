@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -14,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs, datum_keys
-from laplace_debias.data.weighted import WeightedTargets
+from laplace_debias.data.inputs import Inputs, tensors_of
+from laplace_debias.data.targets import WeightedTargets
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Block, Factors
 from laplace_debias.kfac.few_rows import KFAC_APPROXES, KFACApprox
@@ -35,7 +36,7 @@ from laplace_debias.network.vectors import (
     position_vectors,
 )
 
-__all__ = ["EngineInterface", "FactorEngine"]
+__all__ = ["EngineInterface", "FactorEngine", "datum_keys"]
 
 
 class FactorEngine(Protocol):
@@ -247,3 +248,38 @@ class EngineInterface:
                         "gradient, got one that does not. Remedy: let its parameters require "
                         "gradients, and do not call it under `no_grad`."
                     )
+
+
+def datum_keys(X: Inputs, n: int, seed: int) -> list[int]:
+    """One number per datum, for a random number generator of its own.
+
+    Equal data have equal keys. Draws that are keyed by the datum do not depend on the mini-batch
+    or the process in which it is met.
+
+    Args:
+        X: Inputs of n data, a tensor ``[n, ...]``, or a mapping or tuple of such.
+        n: Number of data.
+        seed: Other seeds give other keys.
+
+    Returns:
+        n whole numbers from 0 to ``2**63 - 1``.
+
+    Example:
+        >>> X = torch.tensor([[1.0], [2.0], [1.0]])
+        >>> keys = datum_keys(X, 3, seed=0)
+        >>> keys[0] == keys[2], keys[0] == keys[1], keys == datum_keys(X, 3, seed=1)
+        (True, False, False)
+    """
+    rows = [
+        part.detach().reshape(n, -1).contiguous().view(torch.uint8).cpu().numpy()
+        for part in tensors_of(X)
+        if part.ndim > 0 and len(part) == n
+    ]
+    salt = seed.to_bytes(8, "little", signed=True)
+    keys = []
+    for i in range(n):
+        digest = hashlib.blake2b(digest_size=8, key=salt)
+        for part in rows:
+            digest.update(part[i])
+        keys.append(int.from_bytes(digest.digest(), "little") >> 1)
+    return keys

@@ -24,11 +24,14 @@ an arbitrary basis, it does not depend on the machine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from laplace.utils import KronDecomposed
 from torch import Tensor
 
 __all__ = [
+    "bases_of",
     "completed",
     "coordinates",
     "curvature_along",
@@ -215,3 +218,19 @@ def curvatures_of(M: Tensor, Q: Tensor) -> Tensor:
     """
     parts = [curvature_along(M, part.double()) for part in Q.split(_COLUMNS, dim=1)]
     return with_null_space(torch.cat(parts).clamp_(min=0.0), M.diagonal().double().sum(), len(M))
+
+
+def bases_of(H: KronDecomposed) -> list[list[Tensor]]:
+    """Bases of a curvature as they are held: thin, if it is ours.
+
+    Args:
+        H: laplace-torch's, or a :class:`~laplace_debias.kfac.thin_kron.ThinKronDecomposed`.
+
+    Example:
+        >>> from laplace_debias.kfac.thin_kron import ThinKronDecomposed
+        >>> H = ThinKronDecomposed([[torch.eye(3)[:, :1]]], [[torch.ones(3)]])
+        >>> bases_of(H)[0][0].shape
+        torch.Size([3, 1])
+    """
+    found: Any = H.bases if hasattr(H, "bases") else H.eigenvectors
+    return [list(block) for block in found]

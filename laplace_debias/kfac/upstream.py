@@ -24,8 +24,7 @@ from laplace.curvature.asdl import AsdlInterface
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
-from laplace_debias.data.targets import check_targets
-from laplace_debias.data.weighted import check_unweighted
+from laplace_debias.data.targets import check_targets, check_unweighted
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Block, Factors
 from laplace_debias.network.calling import wants_keywords

@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import is_parametrized
 
 from laplace_debias.network.layers import (
     KFAC_TYPES,
@@ -138,7 +138,8 @@ def owned_parameters(
             "Expected a model with at least one parameter that requires a gradient, got none. "
             "Remedy: unfreeze the layers of interest with `requires_grad_(True)`."
         )
-    holders, behind = owners(model, (p for _, p in chosen)), originals(model)
+    holders = owners(model, (p for _, p in chosen))
+    behind = originals(model) if any(map(is_parametrized, model.modules())) else {}
     owned, unsupported = [], []
     for name, p in chosen:
         layer, role = behind.get(id(p), (None, ""))
@@ -239,7 +240,7 @@ def _own_parameters(
 ) -> Iterator[nn.Parameter]:
     """The parameters of a layer itself, with those behind its parametrised weights."""
     yield from module.parameters(recurse=False)
-    if nn.LayerNorm in types and parametrize.is_parametrized(module):
+    if nn.LayerNorm in types and is_parametrized(module):
         yield from module.parametrizations.parameters()  # type: ignore[union-attr]
 
 

@@ -29,8 +29,7 @@ from laplace_debias.network.preserve import Change, held
 from laplace_debias.network.recorder import Recorder
 from laplace_debias.network.substitution import substituted
 from laplace_debias.network.upstream import feature_extractor, row_keys
-from laplace_debias.predictive.eigenblocks import EigenBlock
-from laplace_debias.predictive.last_layer import has_closed_form
+from laplace_debias.predictive.eigenblocks import EigenBlock, has_closed_form
 from laplace_debias.predictive.links import check_n_samples
 
 _forward_mode_lock = threading.Lock()

@@ -5,14 +5,8 @@ from collections import UserDict
 import pytest
 import torch
 
-from laplace_debias.data.inputs import (
-    concatenate,
-    datum_keys,
-    map_tensors,
-    size_of,
-    take,
-    widen,
-)
+from laplace_debias.data.inputs import concatenate, map_tensors, size_of, take, widen
+from laplace_debias.kfac.interface import datum_keys
 
 
 def mapping(n=6):

@@ -149,10 +149,10 @@ def test_weight_and_bias_with_one_basis_are_rotated_once():
     engine = Engine(nn.Linear(3, 2), "classification")
     Q = torch.eye(2)
     shared = output_grams(
-        engine.owned, Q, "expand", engine._layer_names, {"weight": [Q, Q], "bias": [Q]}
+        engine.owned, Q, "expand", engine.layer_names, {"weight": [Q, Q], "bias": [Q]}
     )
     own = output_grams(
-        engine.owned, Q, "expand", engine._layer_names, {"weight": [Q, Q], "bias": [Q.clone()]}
+        engine.owned, Q, "expand", engine.layer_names, {"weight": [Q, Q], "bias": [Q.clone()]}
     )
     for grams_of, count in ((shared, 1), (own, 2)):
         (found,) = grams_of.values()

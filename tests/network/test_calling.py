@@ -246,8 +246,8 @@ def test_layouts_and_back():
     assert torch.equal(flat_outputs(pixels)[0, :3], pixels[0, :, 0, 0])
 
 
-def test_weights_of_data_and_positions(logits):
-    f, w = logits
+def test_weights_of_data_and_positions():
+    f, w = torch.randn(1, 4, 3), torch.tensor([[1.0, 0.0, 2.0, 0.5]])
     assert weights_of_positions(f, None) is None and weights_of_positions(f, w) is w
     assert torch.equal(weights_of_positions(f, torch.tensor([3.0])), torch.full((1, 4), 3.0))
     with pytest.raises(ValueError, match="one per datum, or one per position"):
