@@ -23,14 +23,10 @@ from laplace_debias.debias.sampling import (
     curvature_order,
     draw_weighted,
 )
-from laplace_debias.debias.spectrum import (
-    FitResult,
-    curvature_along,
-    decompose,
-    reevaluate,
-)
+from laplace_debias.debias.spectrum import FitResult, decompose, reevaluate
 from laplace_debias.debias.two_batch import fit_factors, fit_single, fit_two_batch
 from laplace_debias.kfac.counts import FitReport
+from laplace_debias.kfac.thin import curvature_along
 
 __all__ = [
     "MIN_EFFECTIVE_ROWS",

@@ -42,7 +42,8 @@ from laplace_debias.debias.options import (
 from laplace_debias.debias.spectrum import FitResult, rebuild
 from laplace_debias.debias.two_batch import fit_single, fit_two_batch
 from laplace_debias.evaluation.grid_search import Loss, gridsearch_prior_precision
-from laplace_debias.evaluation.tuning import TuningResult, check_logit_temperature, tune
+from laplace_debias.evaluation.tuning import check_logit_temperature, tune
+from laplace_debias.evaluation.tuning_result import TuningResult
 from laplace_debias.kfac.backend import HookEF, HookGGN, HookInterface, choose_backend
 from laplace_debias.kfac.counts import FitCost, FitReport, report_of
 from laplace_debias.kfac.engine import Engine
@@ -53,12 +54,14 @@ from laplace_debias.kfac.upstream import BackendEngine, supported_types
 from laplace_debias.network.calling import OutputPicker, as_outputs
 from laplace_debias.network.features import computing_model, detached_features, first_output
 from laplace_debias.network.freezing import check_supported, unwrapped
+from laplace_debias.network.last_layer import verify_last_layer
 from laplace_debias.network.layers import SUPPORTED_TYPES
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.objective import Objective, objective_of
 from laplace_debias.network.ownership import transposed_parameters
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.remembered import forget
+from laplace_debias.network.runnable import check_no_autocast, check_runnable
 from laplace_debias.network.selection import Parameters, select_parameters, selected
 from laplace_debias.network.upstream import (
     PrivateProtocol,
@@ -74,7 +77,7 @@ from laplace_debias.network.upstream import (
     unchecked_prior,
 )
 from laplace_debias.network.vectors import Fisher, Sampler
-from laplace_debias.network.verify import verify_last_layer, verify_layers
+from laplace_debias.network.verify import verify_layers
 from laplace_debias.posterior.options import (
     check_backend,
     check_objective,
@@ -219,6 +222,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 "layer. Remedy: subset_of_weights='all', with parameters='head' for that layer."
             )
         kwargs["backend"] = backend or HookGGN
+        check_runnable(model)
         self._chosen = None if parameters is None else select_parameters(model, parameters)
         with nullcontext() if self._chosen is None else selected(model, self._chosen):
             if all_layers:
@@ -291,6 +295,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 f"Expected `override=True` with debias={self.debias!r}, whose draws are gone after "
                 "a fit; got False. Remedy: fit on all data at once, or use debias=True."
             )
+        check_no_autocast(device_of(self))
         if checkpoint is not None:
             check_resumable(self.debias, override=override)
         N = training_size(train_loader, curvature_loader, n_data)
