@@ -49,11 +49,11 @@ from tqdm import tqdm
 
 from examples.classifiers import Problem, trained_problem
 from laplace_debias import Laplace
+from laplace_debias.debias import curvature_along
 from laplace_debias.debias.eigen import eigh_float64
 from laplace_debias.debias.expected_bias import MIN_EFFECTIVE_ROWS, expected_bias
 from laplace_debias.kfac.engine import kfac_factors
 from laplace_debias.kfac.factors import Factors
-from laplace_debias.kfac.thin import curvature_along
 from laplace_debias.storage.cells import CellStore
 
 CHOSEN, HELD_OUT, LAST = "used to choose the rule", "held out", "held out from its limit, too"

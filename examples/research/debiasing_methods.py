@@ -55,7 +55,8 @@ from examples.research.debiasing_lab import (
     run,
 )
 from laplace_debias import Laplace
-from laplace_debias.debias.few_rows import crossfit_kron, few_rows_from
+from laplace_debias.debias.few_rows import few_rows_from
+from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.options import even_parts
 from laplace_debias.debias.sampling import (
     DEFAULT_SHARE,

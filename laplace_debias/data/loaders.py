@@ -10,9 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import (
-    DataLoader,
     DistributedSampler,
-    IterableDataset,
     SequentialSampler,
 )
 from tqdm import tqdm  # the automatic one iterates a loader twice, and so moves its random numbers
@@ -25,7 +23,6 @@ __all__ = [
     "deals_out",
     "draws_with_replacement",
     "is_main",
-    "is_map_style",
     "n_own",
     "warn_if_replacing",
     "warn_if_sequential",
@@ -195,26 +192,6 @@ def warn_if_replacing(loader: Iterable[Any]) -> None:
             "`DataLoader(..., shuffle=True)`, or pass disjoint data as `curvature_loader`.",
             stacklevel=5,
         )
-
-
-def is_map_style(loader: Iterable[Any]) -> bool:
-    """Whether drawn data can be fetched again by their position in a dataset.
-
-    Args:
-        loader: A loader, or any iterable of mini-batches.
-
-    Returns:
-        ``True`` for a ``DataLoader`` over a map-style dataset that makes mini-batches itself.
-
-    Example:
-        >>> is_map_style(DataLoader(range(4), batch_size=2)), is_map_style([])
-        (True, False)
-    """
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and loader.batch_sampler is not None
-    )
 
 
 def is_main() -> bool:

@@ -12,7 +12,8 @@ from laplace_debias.debias.expected_bias import (
     expected_bias,
     expected_overestimation,
 )
-from laplace_debias.debias.few_rows import crossfit_kron, crossfit_rows, few_rows_from
+from laplace_debias.debias.few_rows import crossfit_rows, few_rows_from
+from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.folds import crossfit_factor, isotonic
 from laplace_debias.debias.inverse import inverse_inflation, null_floor, resolvent_inflation
 from laplace_debias.debias.options import AutoOptions, CrossfitOptions, even_parts

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, Subset
 
 from laplace_debias.data.inputs import tensor_bytes
-from laplace_debias.data.loaders import as_batches, is_map_style
+from laplace_debias.data.loaders import as_batches
+from laplace_debias.data.map_style import is_map_style
 
 __all__ = ["data_hash"]
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from laplace_debias import Laplace, compare, evaluate, sweep_prior_precision
-from laplace_debias.debias.few_rows import crossfit_kron
+from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.evaluation import uncertainty
 from laplace_debias.kfac.factors import Factors
 from tests import oracles
