@@ -17,6 +17,8 @@ LONGER = {
     "posterior/state.py": 320,
     # Class predictions and Gaussian ones, each with its checks.
     "evaluation/streams.py": 310,
+    # Cross-fits whose data are with several processes, uniform ones and weighted ones.
+    "debias/shared_folds.py": 330,
     # THE engine: one pass, and all that is done with it.
     "kfac/engine.py": 380,
     # The class that laplace-torch's users see, all of its methods in one body.

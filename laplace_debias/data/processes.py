@@ -96,8 +96,7 @@ class Processes:
             Exception: This process's own error.
             RuntimeError: If another process has failed, or is gone.
         """
-        statuses = self._statuses(_FINE if error is None else _RAISED, work, error)
-        if not any(statuses):
+        if not any(self._statuses(_FINE if error is None else _RAISED, work, error)):
             return
         text = None if error is None else f"{type(error).__name__}: {error}"
         messages = {rank: text for rank, text in enumerate(self.gather(text)) if text is not None}
@@ -294,8 +293,7 @@ def shared_out(costs: Sequence[float], group: Processes | None) -> list[int]:
         >>> shared_out([1.0, 8.0, 4.0, 3.0], Processes(0, 2))
         [1, 0, 1, 1]
     """
-    load = [0.0] * (1 if group is None else group.size)
-    ranks = [0] * len(costs)
+    load, ranks = [0.0] * (1 if group is None else group.size), [0] * len(costs)
     for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
         ranks[job] = load.index(min(load))
         load[ranks[job]] += costs[job]
