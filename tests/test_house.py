@@ -17,8 +17,6 @@ LONGER = {
     "posterior/state.py": 320,
     # Class predictions and Gaussian ones, each with its checks.
     "evaluation/streams.py": 310,
-    # Cross-fits whose data are with several processes, uniform ones and weighted ones.
-    "debias/shared_folds.py": 330,
     # THE engine: one pass, and all that is done with it.
     "kfac/engine.py": 380,
     # The class that laplace-torch's users see, all of its methods in one body.
@@ -45,6 +43,7 @@ TESTED_TOGETHER = {
     "data/map_style.py": "data/test_pool.py",
     "data/processes.py": "posterior/test_several.py",
     "debias/pool_news.py": "posterior/test_several.py",
+    "debias/shared_eigen.py": "posterior/test_several.py",
     "debias/shared_folds.py": "posterior/test_several.py",
     "kfac/sums.py": "posterior/test_several.py",
     # Thin bases and laplace-torch's products with them are one behaviour.

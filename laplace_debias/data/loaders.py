@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import (
@@ -18,10 +19,11 @@ from tqdm import tqdm  # the automatic one iterates a loader twice, and so moves
 __all__ = [
     "DELAY",
     "as_batches",
-    "described",
     "bar",
     "deals_out",
+    "described",
     "draws_with_replacement",
+    "in_order",
     "is_main",
     "n_own",
     "warn_if_replacing",
@@ -233,3 +235,17 @@ def bar(
     if shown is None:
         return tqdm(batches, title, total, disable=None, delay=DELAY, unit=unit)
     return tqdm(batches, title, total, disable=not shown, unit=unit)
+
+
+def in_order(numbers: list[Tensor], parts: list[Tensor]) -> Tensor:
+    """Rows of several processes, in the order of their numbers.
+
+    Args:
+        numbers: Numbers of each process's rows.
+        parts: The rows.
+
+    Example:
+        >>> in_order([torch.tensor([2]), torch.tensor([0, 1])], [torch.ones(1), torch.zeros(2)])
+        tensor([0., 0., 1.])
+    """
+    return torch.cat(parts)[torch.cat(numbers).argsort()]

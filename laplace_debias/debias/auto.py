@@ -33,8 +33,8 @@ from laplace_debias.debias.certificate import (
 from laplace_debias.debias.drawn import N_GROUPS, corrected_block
 from laplace_debias.debias.eigen import EigenFactors, eigh_float64
 from laplace_debias.debias.options import AutoOptions
-from laplace_debias.debias.pool_news import eigh_shared
 from laplace_debias.debias.rounds import Rounds
+from laplace_debias.debias.shared_eigen import eigh_shared
 from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.kfac.counts import FitReport
 from laplace_debias.kfac.interface import EngineInterface

@@ -11,7 +11,8 @@ from laplace_debias.data.inputs import Inputs, Keys, concatenate, datum_shapes, 
 from laplace_debias.data.processes import processes
 from laplace_debias.data.targets import check_unweighted
 from laplace_debias.debias.pairs import pair_scores
-from laplace_debias.debias.pool_news import News, Sums, added_sums, eigh_shared, sums_of
+from laplace_debias.debias.pool_news import News, Sums, added_sums, sums_of
+from laplace_debias.debias.shared_eigen import eigh_shared
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.kfac.sums import factors_of_all

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +17,15 @@ from laplace_debias.data.inputs import (
     size_of,
     take,
 )
-from laplace_debias.data.processes import processes, shared_out, together
-from laplace_debias.debias.eigen import eigh_float64
+from laplace_debias.data.loaders import in_order
+from laplace_debias.data.processes import processes
 from laplace_debias.kfac.factors import Factors
 
-__all__ = ["News", "Sums", "added_sums", "eigh_shared", "in_order", "sums_of"]
+__all__ = ["News", "Rows", "Sums", "added_sums", "rows_of_all", "sums_of"]
+
+Rows = tuple[Tensor | None, ...]
+"""Kept input rows of some data, one entry per parameter."""
+
 
 Sums = tuple[Tensor, Tensor]
 """Sums over data of inputs and of their squares, in float64."""
@@ -63,18 +66,34 @@ def added_sums(one: Sums | None, two: Sums | None) -> Sums | None:
     return one[0] + two[0], one[1] + two[1]
 
 
-def in_order(numbers: list[Tensor], parts: list[Tensor]) -> Tensor:
-    """Rows of several processes, in the order of their numbers.
+def rows_of_all(
+    folds: list[list[tuple[Tensor, Rows]]], n_params: int, n_folds: int
+) -> list[Tensor | None]:
+    """Kept rows of all processes, fold by fold, each in the order of its numbers.
 
     Args:
-        numbers: Numbers of each process's rows.
-        parts: The rows.
+        folds: For every fold, and perhaps for data of no fold, numbers in the pool and rows.
+        n_params: Number of parameters.
+        n_folds: Number of folds; what comes after them may lack rows.
 
-    Example:
-        >>> in_order([torch.tensor([2]), torch.tensor([0, 1])], [torch.ones(1), torch.zeros(2)])
-        tensor([0., 0., 1.])
+    Returns:
+        Rows ``[n, d_in]`` for each parameter, ``None`` where a fold lacks them.
     """
-    return torch.cat(parts)[torch.cat(numbers).argsort()]
+    group, found = processes(), list[Tensor | None]()
+    assert group is not None
+    shares = group.gather([[(n, _moved(kept, "cpu")) for n, kept in fold] for fold in folds])
+    merged = [[pair for share in shares for pair in share[k]] for k in range(len(folds))]
+    for i in range(n_params):
+        parts: list[Tensor] = []
+        for k, fold in enumerate(merged):
+            there = [(n, kept[i]) for n, kept in fold if kept[i] is not None]
+            if k < n_folds and len(there) < len(fold):
+                parts = []
+                break
+            if there:
+                parts.append(in_order(*map(list, zip(*there, strict=True))))
+        found.append(torch.cat(parts) if parts else None)
+    return found
 
 
 @dataclass
@@ -188,37 +207,10 @@ class News:
 
 def _moved(value: Any, device: torch.device | str) -> Any:
     """Tensors in tuples, lists and inputs, on a device."""
+    if value is None:
+        return None
     if isinstance(value, Tensor):
         return value.detach().to(device)
     if isinstance(value, list | tuple):
         return type(value)(_moved(part, device) for part in value)
-    return value if value is None else map_tensors(value, lambda t: t.to(device))
-
-
-def eigh_shared(factors: Sequence[Tensor], names: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
-    """Eigendecompositions that several processes share out by their cost.
-
-    Args:
-        factors: Symmetric matrices, the same in every process.
-        names: What they are called in errors.
-
-    Returns:
-        As :func:`eigh_float64` for each; all processes get the same bits.
-
-    Example:
-        >>> eigh_shared([torch.eye(2)], ["B"])[0][0]
-        tensor([1., 1.], dtype=torch.float64)
-    """
-    group = processes()
-    ranks = shared_out([len(M) ** 3 for M in factors], group)
-    pairs: dict[int, tuple[Tensor, Tensor]] = {}
-    with together("the eigendecompositions"):
-        for i, (M, name) in enumerate(zip(factors, names, strict=True)):
-            if group is None or ranks[i] == group.rank:
-                pairs[i] = eigh_float64(M, name)
-    if group is not None:
-        for i, M in enumerate(factors):
-            lam, Q = pairs.get(i) or (M.new_empty(len(M)).double(), torch.empty_like(M).double())
-            parts = (group.broadcast_(part.contiguous(), ranks[i]) for part in (lam, Q))
-            pairs[i] = (next(parts), next(parts))
-    return [pairs[i] for i in range(len(factors))]
+    return map_tensors(value, lambda t: t.to(device))
