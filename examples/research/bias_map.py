@@ -65,23 +65,38 @@ from laplace_debias.kfac.engine import kfac_factors
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.storage.cells import CellStore
 
-NETWORKS = {  # name: problem, seed of its training, what it was used for, training data
-    "MLP": ("digits-mlp", 0, CHOSEN, None),
-    "CNN": ("digits", 0, CHOSEN, None),
-    "ResNet": ("digits-resnet", 0, HELD_OUT, None),
-    "tokens": ("digits-tokens", 0, HELD_OUT, None),
-    "MLP, seed 1": ("digits-mlp", 1, HELD_OUT, None),
-    "CNN, seed 1": ("digits", 1, HELD_OUT, None),
-    "ResNet, seed 1": ("digits-resnet", 1, LAST, None),
-    "tokens, seed 1": ("digits-tokens", 1, LAST, None),
-    "MLP, seed 2": ("digits-mlp", 2, LAST, None),
-    "CNN, seed 2": ("digits", 2, LAST, None),
-    "MLP, cancer": ("cancer-mlp", 0, OTHER, None),
-    "ResNet, CIFAR": ("cifar10-wrn", 0, OTHER, 2000),
-    "tokens, CIFAR": ("cifar10-tokens", 0, OTHER, 2000),
-    "CNN, CIFAR": ("cifar10", 0, OTHER, 600),  # All-CNN-C by its weights
+
+@dataclass(frozen=True)
+class Network:
+    """A network of the map: its problem, the seed of its training, and what it was used for."""
+
+    problem: str
+    seed: int
+    use: str
+    train_size: int | None = None
+    largest: int = 256  # mini-batch
+
+    @property
+    def needs_folder(self) -> bool:
+        """Whether its data have to be at hand."""
+        return self.problem.startswith("cifar10")
+
+
+NETWORKS = {
+    "MLP": Network("digits-mlp", 0, CHOSEN),
+    "CNN": Network("digits", 0, CHOSEN),
+    "ResNet": Network("digits-resnet", 0, HELD_OUT),
+    "tokens": Network("digits-tokens", 0, HELD_OUT),
+    "MLP, seed 1": Network("digits-mlp", 1, HELD_OUT),
+    "CNN, seed 1": Network("digits", 1, HELD_OUT),
+    "ResNet, seed 1": Network("digits-resnet", 1, LAST),
+    "tokens, seed 1": Network("digits-tokens", 1, LAST),
+    "MLP, seed 2": Network("digits-mlp", 2, LAST),
+    "CNN, seed 2": Network("digits", 2, LAST),
+    "MLP, cancer": Network("cancer-mlp", 0, OTHER),
+    "tokens, CIFAR": Network("cifar10-tokens", 0, OTHER, 2000),
+    "ResNet, CIFAR": Network("cifar10-wrn", 0, OTHER, 2000, 64),
 }
-NEED_FOLDER = ("ResNet, CIFAR", "tokens, CIFAR", "CNN, CIFAR")
 FISHERS = {  # name: fisher, sampler, what it is an estimate of
     "exact": ("exact", "trace", "exact"),
     "sampled": ("mc", "trace", "exact"),
@@ -89,6 +104,7 @@ FISHERS = {  # name: fisher, sampler, what it is an estimate of
     "empirical": ("empirical", "trace", "empirical"),
 }
 PRIOR_PRECISION = 1.0
+WITH_POSTERIORS = ("MLP", "CNN", "ResNet", "tokens")
 FULL_SPECTRUM = 600  # largest factor of which all eigenvalues are computed
 
 
@@ -318,7 +334,7 @@ def approximations(network: str) -> tuple[str, ...]:
 
 
 def run(
-    networks: list[str], sizes: Sizes, output: Path | None, **where: Path | None
+    networks: list[str], sizes: Sizes, output: Path | None, cifar10: Path | None = None
 ) -> tuple[list[dict], list[dict]]:
     """Measure, or read, all factors and posteriors; posteriors for the digits' first seeds only.
 
@@ -326,20 +342,26 @@ def run(
         networks: Their names.
         sizes: How large the map is.
         output: Folder of the cells.
-        where: ``folder`` of CIFAR-10 and ``weights`` of All-CNN-C.
+        cifar10: Where CIFAR-10 lies, for the networks that need it.
     """
     factors: list[dict] = []
     posteriors: list[dict] = []
     for network in tqdm(networks):
-        name, seed, use, train_size = NETWORKS[network]
-        given = dict(where) if name == "cifar10" else {"folder": where.get("folder")}
-        problem = trained_problem(name, sizes.epochs, seed=seed, train_size=train_size, **given)
+        chosen = NETWORKS[network]
+        problem = trained_problem(
+            chosen.problem,
+            sizes.epochs,
+            seed=chosen.seed,
+            folder=cifar10,
+            train_size=chosen.train_size,
+        )
         exact = ExactFactors(problem)
-        config = {"network": network, **vars(sizes), "batch_sizes": list(sizes.batch_sizes)}
+        config = {"network": network, **vars(sizes)}
+        del config["batch_sizes"]  # cells of other sizes are welcome
         store = CellStore(None if output is None else output / network, config)
         for fisher in FISHERS:
-            for m in sizes.batch_sizes:
-                label = {"network": network, "fisher": fisher, "m": m}
+            for m in [m for m in sizes.batch_sizes if m <= chosen.largest]:
+                label = {"network": network, "use": chosen.use, "fisher": fisher, "m": m}
                 measured = {
                     approx: store.get(
                         f"factors {approx} {fisher} {m}",
@@ -348,10 +370,9 @@ def run(
                     for approx in approximations(network)
                     if approx != "backpack"
                 }
-                label = label | {"use": use}
                 rows = [{"approx": a, **label, **row} for a in measured for row in measured[a]]
                 factors += distinct(rows)
-                for approx in () if seed or use == OTHER else approximations(network):
+                for approx in approximations(network) if network in WITH_POSTERIORS else ():
                     distances = posterior_cell(problem, store, approx, fisher, m, sizes)
                     parts = ("reduce", "expand") if approx == "backpack" else (approx, approx)
                     behind = [
@@ -385,7 +406,6 @@ def main(argv: list[str] | None = None) -> tuple[list[dict], list[dict]]:
     )
     parser.add_argument("--networks", nargs="*", choices=list(NETWORKS), help="all by default")
     parser.add_argument("--folder", type=Path, help="where CIFAR-10 lies; without it none of it")
-    parser.add_argument("--weights", type=Path, help="state dict of All-CNN-C, for 'CNN, CIFAR'")
     parser.add_argument("--batch-sizes", type=int, nargs="*", default=[16, 64, 256])
     parser.add_argument("--draws", type=int, default=10, help="of each factor")
     parser.add_argument("--posterior-draws", type=int, default=2)
@@ -397,12 +417,9 @@ def main(argv: list[str] | None = None) -> tuple[list[dict], list[dict]]:
         tuple(args.batch_sizes), args.draws, args.posterior_draws, args.test_size, args.epochs
     )
     networks = args.networks or [
-        name
-        for name in NETWORKS
-        if (args.folder or name not in NEED_FOLDER) and (args.weights or name != "CNN, CIFAR")
+        name for name, network in NETWORKS.items() if args.folder or not network.needs_folder
     ]
-    where = {"folder": args.folder, "weights": args.weights}
-    factors, posteriors = run(networks, sizes, args.output, **where)
+    factors, posteriors = run(networks, sizes, args.output, args.folder)
     print(table(factors, posteriors))
     figure(factors, posteriors, args.output / "bias_map.png")
     return factors, posteriors
