@@ -75,75 +75,69 @@ def compare(
 ) -> ComparisonResult:
     """Evaluate every method over prior precisions and draws of mini-batches.
 
-        Predictions are those of the linearised network. With ``link_approx="mc"`` every method, draw
-        and prior precision sees the same random numbers.
+    Predictions are those of the linearised network. With ``link_approx="mc"`` every method, draw
+    and prior precision sees the same random numbers.
 
-        Args:
-            model: Trained network. It is left as it was found.
-            train_loader: Loader over all N training data with a map-style dataset; data are drawn from
-                its dataset, and its batch size bounds how many are processed at a time.
-            test_loader: In-distribution mini-batches, read in the same order every time, or one
-                mini-batch ``(X, y)``.
-            ood_loader: Out-of-distribution loader, whose metrics get the prefix ``ood_``, or several
-                by name. Labelled ones, ``(X, y)``, give all metrics and the AUROC of telling them from
-                the test data by entropy; unlabelled ones, ``X``, only the latter and mean entropy.
-            methods: What to compare: ``"plain"`` (the network without a posterior), ``"single"``,
-                ``"two-batch"`` (or ``True``), ``"full"``, ``"auto"`` (with as many backward passes as
-                M data take), ``"crossfit"`` (with M data behind backward passes), and methods of one's
-                own as :class:`~laplace_debias.comparison.options.CustomMethod`.
-            baselines: What else to hold them against, each fitted once, on all data: ``"plain"``,
-                ``"temperature"`` (the plain network, its logits divided by what is best on
-                ``val_loader``), ``"last-layer"`` (a Kron posterior of the last layer), ``"prior-only"``
-                (no curvature at all) and ``"diagonal"`` (the diagonal of the GGN).
-            val_loader: Validation data; their metrics get the prefix ``val_``, and ``result.tuned()``
-                chooses prior precisions by them.
-            likelihood: ``"classification"`` or ``"regression"``; the noise of the latter is
-                ``laplace={"sigma_noise": ...}``.
-            budgets: Numbers M of data per draw, even.
-            n_draws: Number of draws per budget.
-            prior_precisions: Grid, in laplace-torch's units; by default the paper's,
-    <<<<<<< HEAD
-                :func:`~laplace_debias.predictive.eigenblocks.default_grid`.
-            laplace: Arguments of :func:`~laplace_debias.posterior.factory.Laplace`, such as
-                ``backend``. ``subset_of_weights`` is ``"all"`` unless it is among them. The options of
-    =======
-                :func:`~laplace_debias.evaluation.sweep.default_grid`.
-            laplace: Arguments of :func:`~laplace_debias.posterior.kron.Laplace`, such as
-                ``kfac_approx``, ``fisher`` and ``sampler``, for the full batch, too (``"auto"`` draws
-                vectors of its own). ``subset_of_weights`` is ``"all"`` unless it is among them. The
-                options of
-    >>>>>>> main
-                :class:`~laplace_debias.debias.options.CrossfitOptions`, such as
-                ``{"sampling": "curvature"}``, and of
-                :class:`~laplace_debias.debias.options.AutoOptions` reach their methods only.
-            prediction: Link function, its samples, and the bins of the ECE.
-            reference: Another reference than all the data.
-            seed: Decides the draws and the random numbers of ``"mc"``.
-            folder: Keeps each finished cell (method, budget, draw) as a small file there. The same
-                call goes on where it was interrupted; budgets, draws, methods and reference may grow.
-                Cells are made draw by draw, so that fewer draws are soon complete. A folder serves one
-                model, one set of data (all of which are read, to make sure) and one set of options.
-            data_id: Stands for all the data in ``folder``, which are then not read: for data that are
-                augmented at random, or many. Change it when they change.
-            work: Which of the draws to make in this call, and how many posteriors share a pass.
-            progress_bar: Show a progress bar over cells; by default on a terminal.
+    Args:
+        model: Trained network. It is left as it was found.
+        train_loader: Loader over all N training data with a map-style dataset; data are drawn from
+            its dataset, and its batch size bounds how many are processed at a time.
+        test_loader: In-distribution mini-batches, read in the same order every time, or one
+            mini-batch ``(X, y)``.
+        ood_loader: Out-of-distribution loader, whose metrics get the prefix ``ood_``, or several
+            by name. Labelled ones, ``(X, y)``, give all metrics and the AUROC of telling them from
+            the test data by entropy; unlabelled ones, ``X``, only the latter and mean entropy.
+        methods: What to compare: ``"plain"`` (the network without a posterior), ``"single"``,
+            ``"two-batch"`` (or ``True``), ``"full"``, ``"auto"`` (with as many backward passes as
+            M data take), ``"crossfit"`` (with M data behind backward passes), and methods of one's
+            own as :class:`~laplace_debias.comparison.options.CustomMethod`.
+        baselines: What else to hold them against, each fitted once, on all data: ``"plain"``,
+            ``"temperature"`` (the plain network, its logits divided by what is best on
+            ``val_loader``), ``"last-layer"`` (a Kron posterior of the last layer), ``"prior-only"``
+            (no curvature at all) and ``"diagonal"`` (the diagonal of the GGN).
+        val_loader: Validation data; their metrics get the prefix ``val_``, and ``result.tuned()``
+            chooses prior precisions by them.
+        likelihood: ``"classification"`` or ``"regression"``; the noise of the latter is
+            ``laplace={"sigma_noise": ...}``.
+        budgets: Numbers M of data per draw, even.
+        n_draws: Number of draws per budget.
+        prior_precisions: Grid, in laplace-torch's units; by default the paper's,
+            :func:`~laplace_debias.evaluation.sweep.default_grid`.
+        laplace: Arguments of :func:`~laplace_debias.posterior.kron.Laplace`, such as
+            ``kfac_approx``, ``fisher`` and ``sampler``, for the full batch, too (``"auto"`` draws
+            vectors of its own). ``subset_of_weights`` is ``"all"`` unless it is among them. The
+            options of
+            :class:`~laplace_debias.debias.options.CrossfitOptions`, such as
+            ``{"sampling": "curvature"}``, and of
+            :class:`~laplace_debias.debias.options.AutoOptions` reach their methods only.
+        prediction: Link function, its samples, and the bins of the ECE.
+        reference: Another reference than all the data.
+        seed: Decides the draws and the random numbers of ``"mc"``.
+        folder: Keeps each finished cell (method, budget, draw) as a small file there. The same
+            call goes on where it was interrupted; budgets, draws, methods and reference may grow.
+            Cells are made draw by draw, so that fewer draws are soon complete. A folder serves one
+            model, one set of data (all of which are read, to make sure) and one set of options.
+        data_id: Stands for all the data in ``folder``, which are then not read: for data that are
+            augmented at random, or many. Change it when they change.
+        work: Which of the draws to make in this call, and how many posteriors share a pass.
+        progress_bar: Show a progress bar over cells; by default on a terminal.
 
-        Returns:
-            The rows, for ``plots.plot_comparison``; ``gap_ratio("nll")`` is the headline.
+    Returns:
+        The rows, for ``plots.plot_comparison``; ``gap_ratio("nll")`` is the headline.
 
-        Raises:
-            ValueError: If budgets, data or the folder do not fit.
+    Raises:
+        ValueError: If budgets, data or the folder do not fit.
 
-        Example:
-            >>> from torch.utils.data import TensorDataset
-            >>> _ = torch.manual_seed(0)
-            >>> X = torch.randn(60, 2)
-            >>> y = (X[:, 0] > 0).long()
-            >>> net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2))
-            >>> train = DataLoader(TensorDataset(X, y), batch_size=20)
-            >>> result = compare(net, train, (X, y), budgets=(8,), n_draws=2)
-            >>> result.methods, len(result.rows)  # 1 + 14 grid points * (2 + 2 + 1)
-            (('plain', 'single', 'two-batch', 'full'), 71)
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> _ = torch.manual_seed(0)
+        >>> X = torch.randn(60, 2)
+        >>> y = (X[:, 0] > 0).long()
+        >>> net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2))
+        >>> train = DataLoader(TensorDataset(X, y), batch_size=20)
+        >>> result = compare(net, train, (X, y), budgets=(8,), n_draws=2)
+        >>> result.methods, len(result.rows)  # 1 + 14 grid points * (2 + 2 + 1)
+        (('plain', 'single', 'two-batch', 'full'), 71)
     """
     prediction, reference = prediction or Prediction(), reference or Reference()
     work = work or Work()
