@@ -24,7 +24,7 @@ tried on four further trainings: all of their 451 factors with rows enough are w
 A single mini-batch's prediction is within 1.5 of the mean over-estimation in 97 % of these (88 % of
 all 585 factors there, with labels drawn from the softmax 71 %).
 
-With ``--folder DATA`` (``cifar-10-batches-py`` in it) three networks of other data and architectures
+With ``--folder DATA`` (``cifar-10-batches-py`` in it) three networks of other data and kinds
 are added: a patch transformer and a WRN-10-1 on 2,000 images of CIFAR-10, and a tanh MLP on the
 breast cancer data. All of their 372 factors with rows enough are within 0.91 to 1.26, 98 % of their
 single mini-batches' predictions within 1.5.
