@@ -14,22 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from laplace_debias.debias.certificate import EigenFactors
 from laplace_debias.debias.eigen import eigh_float64
 from laplace_debias.debias.inverse import inverse_inflation, null_floor, resolvent_inflation
+from laplace_debias.debias.leverages import BlockGrams
 from laplace_debias.kfac.gradient_rows import RowsKey
 
-__all__ = ["N_GROUPS", "DrawnFactor", "DrawnRows", "corrected_block"]
+__all__ = ["N_GROUPS", "DrawnFactor", "DrawnRows", "Spectrum", "corrected_block"]
 
 N_GROUPS = 4
 MOST_NUMBERS = 2**20
 """Most numbers of gradient rows that are kept per layer: beyond, those of a part of the draws."""
-MOST_BLOCK_NUMBERS = 2**18
+MOST_BLOCK_NUMBERS = 2**19
 """The same for layers with several rows per datum, whose correction is small and costs more."""
+RUN = 2 * N_GROUPS
+"""A part of the draws is kept in runs: neighbours stay neighbours, also within half the groups."""
 
 
 @dataclass
@@ -104,6 +109,32 @@ class DrawnRows:
         return weights > 0, weights
 
 
+class Spectrum(NamedTuple):
+    """An output factor in its eigenbasis, and what the correction for the inverse needs.
+
+    Attributes:
+        Q: Eigenvectors in columns.
+        lam: Eigenvalues ``[d]``.
+        rows: Weighted rows ``[m, r, d]`` of draws in that basis, or their blocks.
+        probabilities: Their inclusion probabilities, ``[m]``.
+        linked: Which of them follow their predecessor in the draw, ``[m - 1]``.
+        floor: Curvature of the null space.
+    """
+
+    Q: Tensor
+    lam: Tensor
+    rows: Tensor | BlockGrams
+    probabilities: Tensor
+    linked: Tensor
+    floor: float = 0.0
+
+    def inflation(self, ridges: Tensor) -> Tensor:
+        """The factor c of :func:`laplace_debias.debias.inverse.inverse_inflation`, ``[k]``."""
+        return inverse_inflation(
+            self.rows, self.probabilities, self.lam, ridges, self.floor, linked=self.linked
+        )
+
+
 @dataclass
 class DrawnFactor:
     """Output factor of one layer (or several that share a parameter), from rounds of draws.
@@ -112,18 +143,21 @@ class DrawnFactor:
         key: What its rows are found by, see :func:`laplace_debias.kfac.gradient_rows.rows_key`.
         sums: The groups' estimates of the pool's sum, ``[N_GROUPS, d, d]``.
         known: Plain sum over all draws so far, ``[d, d]``.
-        rows: Kept rows ``[m, r, d]`` of some draws, with the draws' numbers.
+        rows: Kept rows ``[m, r, d]`` of some draws, or where ``r >= d`` their blocks ``[m, d, d]``,
+            with the draws' numbers.
+        as_blocks: Whether blocks are kept.
     """
 
     key: RowsKey
     sums: Tensor | None = None
     known: Tensor | None = None
     rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    as_blocks: bool = False
     _new: Tensor | None = None
     _new_known: Tensor | None = None
 
     def add(
-        self, rows: Tensor, weights: Tensor, groups: Tensor, numbers: Tensor, share: float
+        self, rows: Tensor, weights: Tensor, groups: Tensor, at: Tensor, first: int, n: int
     ) -> None:
         """Add the rows ``[m, r, d]`` of a mini-batch of the present round.
 
@@ -131,22 +165,33 @@ class DrawnFactor:
             rows: The rows, not weighted.
             weights: One over the inclusion probabilities, ``[m]``.
             groups: Groups of the draws, -1 for certain ones.
-            numbers: Numbers of these draws among all, ``[m]``.
-            share: Part of this round's draws that the mini-batch is.
+            at: Numbers of these draws within the round, ``[m]``.
+            first: Number of draws before the round.
+            n: Number of draws of the round.
         """
         m, r, d = rows.shape
         if self._new is None or self._new_known is None:
             self._new = rows.new_zeros(N_GROUPS, d, d, dtype=torch.float64)
             self._new_known = rows.new_zeros(d, d, dtype=torch.float64)
-        self._new_known += _gram(rows)
+        if not self.rows:
+            self.as_blocks = r >= d
         weights, groups = weights.to(rows), groups.to(rows.device)
+        most = MOST_NUMBERS if r == 1 else MOST_BLOCK_NUMBERS
+        keep = _in_runs(at, n, most // (min(r, d) * d)).to(rows.device)
+        of_group = groups == torch.arange(N_GROUPS, device=groups.device)[:, None]
+        if self.as_blocks:  # [m, d, d], no more numbers than the rows: all sums follow
+            blocks = rows.mT @ rows
+            counts = weights * (N_GROUPS * of_group + (groups < 0)).to(rows)
+            self._new += (counts @ blocks.flatten(1)).view(N_GROUPS, d, d)
+            self._new_known += blocks.sum(0)
+            self.rows.append((blocks[keep], first + at[keep.cpu()]))
+            return
+        self._new_known += _gram(rows)
         weighted = rows * weights.sqrt()[:, None, None]
         self._new += _gram(weighted[groups < 0])
-        for group in range(N_GROUPS):
-            self._new[group] += N_GROUPS * _gram(weighted[groups == group])
-        most = MOST_NUMBERS if r == 1 else MOST_BLOCK_NUMBERS
-        kept = max(2, int(share * most / (r * d)))
-        self.rows.append((rows[:kept].clone(), numbers[:kept]))
+        for group, member in enumerate(of_group):
+            self._new[group] += N_GROUPS * _gram(weighted[member])
+        self.rows.append((rows[keep], first + at[keep.cpu()]))
 
     def close(self, share: float, growth: float, *, distinct: bool) -> None:
         """End a round that counts by ``share``, see :meth:`DrawnRows.add`.
@@ -168,7 +213,7 @@ class DrawnFactor:
 
     def spectrum(
         self, drawn: DrawnRows, groups: Sequence[int], scale: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    ) -> Spectrum:
         """Eigenbasis of some groups' estimate, and what the correction for the inverse needs.
 
         Args:
@@ -177,24 +222,40 @@ class DrawnFactor:
             scale: N over the number of data in the pool.
 
         Returns:
-            Q and eigenvalues; weighted rows ``[m, r, d]`` in that basis with their inclusion
-            probabilities; and the floor of the null space.
+            The spectrum.
         """
         assert self.sums is not None  # a round has been closed
         lam, Q = eigh_float64(self.sums[list(groups)].mean(0) * scale, "B")
         chosen, weights = drawn.of(groups)
+        longest = max(rows.shape[1] for rows, _ in self.rows)  # sequences may differ in length
         parts, numbers = [], []
         for rows, at in self.rows:
             keep = chosen[at]
-            parts.append(rows[keep.to(rows.device)].double())
+            kept = rows[keep.to(rows.device)].double()
+            parts.append(F.pad(kept, (0, 0, 0, longest - kept.shape[1])))  # rows of zeros: nothing
             numbers.append(at[keep])
-        at = torch.cat(numbers)
+        at, order = torch.cat(numbers).sort()  # the order of the draw
         w = (scale * weights[at]).to(Q.device)
-        X = torch.cat(parts) * w.sqrt()[:, None, None]
+        X = torch.cat(parts)[order.to(Q.device)] * w.sqrt()[:, None, None]
         whole = len(at) == int(chosen.sum())
+        runs = torch.zeros_like(at) if whole else at // RUN
+        more = (1 / w).clamp(max=1.0), (runs[1:] == runs[:-1]).to(Q.device)
+        if self.as_blocks:
+            blocks = Q.T @ (X * w.sqrt()[:, None, None]) @ Q
+            return Spectrum(Q, lam.clamp(min=0), BlockGrams(blocks), *more)
         n_rows = X.shape[0] * X.shape[1]
         floor = null_floor(X.flatten(0, 1)) if whole and n_rows < X.shape[2] else 0.0
-        return Q, lam.clamp(min=0), X @ Q, (1 / w).clamp(max=1.0), floor
+        return Spectrum(Q, lam.clamp(min=0), X @ Q, *more, floor)
+
+
+def _in_runs(at: Tensor, n: int, most: int) -> Tensor:
+    """Which of n draws are kept: all, or some runs of neighbours, spread evenly."""
+    if n <= most:
+        return torch.ones_like(at, dtype=torch.bool)
+    n_runs = -(-n // RUN)
+    wanted = min(n_runs, max(2, most // RUN))
+    run = at // RUN
+    return (run + 1) * wanted // n_runs > run * wanted // n_runs
 
 
 def _gram(rows: Tensor) -> Tensor:
@@ -204,7 +265,7 @@ def _gram(rows: Tensor) -> Tensor:
 
 
 def corrected_block(
-    output: tuple[Tensor, Tensor, Tensor, Tensor, float],
+    output: Spectrum,
     inputs: tuple[Tensor, Tensor] | None,
     ridge: float,
     *,
@@ -227,16 +288,14 @@ def corrected_block(
     Returns:
         The block.
     """
-    Q, lam, rows, probabilities, floor = output
+    Q, lam, floor = output.Q, output.lam, output.floor
     if not correct:
         return EigenFactors(Q, lam, *(inputs or ()))
     if inputs is None:
-        ridges = lam.new_tensor([ridge])
-        c = inverse_inflation(rows, probabilities, lam, ridges, floor)
-        return EigenFactors(Q, c * lam + floor)
+        return EigenFactors(Q, output.inflation(lam.new_tensor([ridge])) * lam + floor)
     Q_A, lam_A = inputs
     least = max(float(lam_A.max()), 1e-300) * 1e-14
-    c = inverse_inflation(rows, probabilities, lam, ridge / lam_A.clamp(min=least), floor)
+    c = output.inflation(ridge / lam_A.clamp(min=least))
     lam_B = lam + floor / float(c.max())
     lam_A = c * lam_A
     if input_rows is not None:

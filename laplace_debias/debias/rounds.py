@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from laplace_debias.data.inputs import Batch, take
 from laplace_debias.data.pool import Pool
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.drawn import N_GROUPS, DrawnFactor, DrawnRows
@@ -17,6 +19,7 @@ from laplace_debias.debias.pairs import (
     draw_pairs,
     pair_order,
     pair_vectors,
+    pairs_of_data,
 )
 from laplace_debias.debias.pool_moments import PoolMoments
 from laplace_debias.kfac.engine import Engine
@@ -146,29 +149,36 @@ class Rounds:
         first = len(self.drawn.weights)
         distinct = self.stale is None
         self.drawn.add(draw.probabilities, groups, share, growth, distinct=distinct)
-        for at, (X, y) in self.pool.fetch(draw.data):
+        for at, (X, y) in self._fetched(draw):
             vectors = partial(self._vectors, y=y, classes=draw.classes[at])
-            rows = gradient_rows(self.engine, X, vectors)
-            for factor in self.factors:
-                factor.add(
-                    rows[factor.key],
-                    1 / draw.probabilities[at],
-                    groups[at],
-                    first + at,
-                    len(at) / len(draw),
-                )
+            for each, rows in zip(at, gradient_rows(self.engine, X, vectors), strict=True):
+                for factor in self.factors:
+                    weights = 1 / draw.probabilities[each]
+                    factor.add(rows[factor.key], weights, groups[each], each, first, len(draw))
             if self.bar is not None:
-                self.bar.update(len(y))
+                self.bar.update(at.numel())
         for factor in self.factors:
             factor.close(share, growth, distinct=distinct)
 
+    def _fetched(self, draw: PairDraw) -> Iterator[tuple[Tensor, Batch]]:
+        """Data with the numbers ``[k, n]`` of their k draws each, which share a forward pass."""
+        alike = pairs_of_data(draw.data)
+        firsts = torch.cat([part[:, 0] for part in alike])
+        starts = torch.tensor([0, *(len(part) for part in alike)]).cumsum(0)
+        for part, (X, y) in self.pool.fetch(draw.data[firsts]):  # ascending
+            cuts = torch.searchsorted(part, starts).tolist()
+            for draws, first, i, j in zip(alike, starts, cuts[:-1], cuts[1:], strict=False):
+                if i < j:
+                    rows = slice(i, j)
+                    yield draws[part[rows] - first].T, (take(X, rows, self.data.key_x), y[rows])
+
     def _vectors(self, f: Tensor, y: Tensor, classes: Tensor) -> Tensor:
-        """Backward vectors of the pairs; with scores from training, classes are drawn now."""
+        """Backward vectors ``[k, n, C]``; with scores from training, classes are drawn now."""
         engine = self.engine
         if self.stale is None:
-            V = pair_vectors(f, classes.to(f.device), engine.likelihood)
+            V = torch.stack([pair_vectors(f, c.to(f.device), engine.likelihood) for c in classes])
         else:
-            V = sampled_hessian_root(f, engine.likelihood, self.options.generator)[:, :, 0]
+            V = sampled_hessian_root(f, engine.likelihood, self.options.generator)[None, :, :, 0]
         V, weights = engine.objective.whitened(V), engine.datum_weights(y, f.shape[1])
         return V if weights is None else V * weights.to(V).sqrt()[:, None]
 
