@@ -23,8 +23,6 @@ LONGER = {
     "kfac/engine.py": 580,
     # Every flavour of curvature side by side.
     "network/loss.py": 340,
-    # What is refused before a fit, each check with its words.
-    "network/verify.py": 320,
     # The class that laplace-torch's users see, all of its methods in one body.
     "posterior/debiased.py": 1000,
     # Every kind of layer, from its calls to its contraction.
@@ -46,7 +44,9 @@ WITHOUT_REMEDY = {
 # The check of a model is one behaviour, seen from the outside; its parts are asked through it.
 TESTED_TOGETHER = {
     # Several processes are started once, and asked through fits.
+    "data/map_style.py": "data/test_pool.py",
     "data/processes.py": "posterior/test_several.py",
+    "debias/pool_news.py": "posterior/test_several.py",
     "debias/shared_folds.py": "posterior/test_several.py",
     "kfac/sums.py": "posterior/test_several.py",
     # Thin bases and laplace-torch's products with them are one behaviour.

@@ -20,7 +20,7 @@ from torch import Tensor
 __all__ = ["BlockGrams", "Leverages"]
 
 MOST_DIMENSIONS_PER_ROW = 16
-"""Up to here, blocks ``[d, d]`` of r rows are formed; beyond, Gram matrices ``[r, r]`` per ridge."""
+"""Up to here blocks ``[d, d]`` of r rows are formed, beyond it matrices ``[r, r]`` per ridge."""
 
 
 class BlockGrams(NamedTuple):
@@ -36,10 +36,9 @@ class Leverages:
         draws: Weighted rows ``[n, r, d]`` in the eigenbasis of the factor, or their blocks.
 
     Example:
-        >>> leverages = Leverages(torch.ones(3, 2, 1))
-        >>> h, squares, crosses = leverages(torch.tensor([[1.0], [0.5]]))
-        >>> h.tolist(), squares.tolist(), crosses.tolist()
-        ([[2.0, 2.0, 2.0], [1.0, 1.0, 1.0]], [[4.0, 4.0, 4.0], [1.0, 1.0, 1.0]], [[4.0, 4.0], [1.0, 1.0]])
+        >>> leverages = Leverages(torch.ones(2, 3, 1))  # 2 draws of 3 rows
+        >>> [part.tolist() for part in leverages(torch.tensor([[1.0], [0.5]]))]
+        [[[3.0, 3.0], [1.5, 1.5]], [[9.0, 9.0], [2.25, 2.25]], [[9.0], [2.25]]]
     """
 
     def __init__(self, draws: Tensor | BlockGrams) -> None:

@@ -88,9 +88,7 @@ def gradient_rows(
         V = vectors(f.detach()).to(f)
     engine.cost.forward += len(f)
     calls = [call for layer in layers for call in recorder.calls[layer]]
-    return (
-        _backward(engine, f, v, calls, x_hats, retain=i + 1 < len(V)) for i, v in enumerate(V)
-    )
+    return (_backward(engine, f, v, calls, x_hats, retain=i + 1 < len(V)) for i, v in enumerate(V))
 
 
 def _backward(

@@ -91,7 +91,7 @@ def agree(one: Tensor, two: Tensor, scale: Tensor | None = None) -> bool:
         scale: Size of the numbers that were added up; by default of the larger tensor.
 
     Returns:
-        Whether their difference is at most a root of the precision, in units of the scale.
+        Whether they differ by at most a root of the precision, in units of the scale.
 
     Example:
         >>> agree(torch.ones(2), torch.ones(2) + 1e-6), agree(torch.ones(2), torch.zeros(2))
@@ -143,7 +143,7 @@ def derivatives(
     except RuntimeError as error:
         raise RuntimeError(
             f"Expected a model that autograd can differentiate, got: {error} Remedy: replace "
-            "operations that change a layer's input in place."
+            "operations that change a layer's input in place, and `use_reentrant=True`."
         ) from error
 
 
@@ -256,10 +256,9 @@ def _explained(
     conv: bool,
 ) -> bool:
     """Whether the rows of all calls of a parameter make up its derivative along a step."""
-    total, scale = step.new_zeros(()), step.new_zeros(())
-    for g, response in rows:
-        if g is None:
-            continue
+    total, scale, dtype = step.new_zeros(()), step.new_zeros(()), step.dtype
+    for g, response in ((g, response) for g, response in rows if g is not None):
+        dtype = max(dtype, g.dtype, key=lambda d: torch.finfo(d).eps)  # of an autocast layer
         if response is None or (response.ndim > 1 and response.shape != g.shape):
             return False
         if step.ndim == 1 and conv:
@@ -269,7 +268,7 @@ def _explained(
     truth = step.new_zeros(()) if derivative is None else derivative
     if size is not None:
         scale = torch.maximum(scale, size)
-    return agree(total, truth, scale)
+    return agree(total.to(dtype), truth.to(dtype), scale)
 
 
 def likely_cause(layer: nn.Module, shared: bool) -> str:

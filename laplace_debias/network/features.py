@@ -106,6 +106,7 @@ class LastLayerNetwork(FeatureExtractor):
             m: name
             for name, m in self.model.named_modules()
             if name
+            and not isinstance(m, torch.jit.ScriptModule)  # takes no hooks
             and "parametrizations" not in name.split(".")  # they belong to their layer
             and all(child == "parametrizations" for child, _ in m.named_children())
         }

@@ -19,6 +19,9 @@ REASONS = {
     "layers: freeze them, or write the attention with nn.Linear for query, key, value and output",
 }
 """Why a kind of layer has no factors, and what to do."""
+OLD_HOOKS = (
+    "`torch.nn.utils.parametrizations` has its weight_norm and spectral_norm in a known form"
+)
 
 
 @dataclass(frozen=True)
@@ -173,8 +176,12 @@ def check_supported(model: nn.Module, types: tuple[type[nn.Module], ...] = SUPPO
         reasons = [REASONS[k] for k in {_kind(modules, o) for o in _owners_of(names)} & {*REASONS}]
         for owner in _owners_of(names):
             kind = _kind(modules, owner)
-            shared = " with a shared weight" if owner in layers else ""
-            listed.append(f"'{owner}' ({kind}{shared})")
+            own = {name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == owner}
+            why = " with a shared weight" if owner in layers else ""
+            if owner in layers and not own & {"weight", "bias"}:
+                why = f" that computes its weight from {' and '.join(sorted(own))}"
+                reasons = [*{*reasons, OLD_HOOKS}]
+            listed.append(f"'{owner}' ({kind}{why})")
         raise ValueError(
             f"Expected trainable parameters in {known} layers only, because K-FAC represents no "
             f"other; got trainable parameters in {', '.join(listed)}. Remedy: freeze them with "

@@ -44,7 +44,7 @@ def _structure(module: nn.Module) -> tuple[object, ...]:
     own = vars(module)
     return (
         type(module),
-        id(type(module).forward),
+        id(getattr(type(module), "forward", None)),  # TorchScript has none
         own.get("forward"),
         tuple(module._forward_hooks.values()),
         tuple(module._forward_pre_hooks.values()),

@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs, Keys, rows_of, size_of, take, tensors_of
 from laplace_debias.network.calling import call_model
 from laplace_debias.network.check import N_CHECKED, RowCheck, agree, check_rows, likely_cause
-from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.ownership import OwnedParameter, owned_parameters
-from laplace_debias.network.preserve import devices_of, differentiable, evaluation_mode
+from laplace_debias.network.preserve import devices_of, differentiable
 from laplace_debias.network.products import has_own_forward
 from laplace_debias.network.recorder import check_outputs
 from laplace_debias.network.remembered import question_of, recall, remember
-from laplace_debias.network.upstream import feature_extractor, last_layer_name, last_layer_of
 
 __all__ = [
     "LayerCheck",
@@ -30,11 +28,10 @@ __all__ = [
     "check_order",
     "check_parameters",
     "verify_data",
-    "verify_last_layer",
     "verify_layers",
 ]
 
-_OFF = "`verify=False` turns this check off."
+OFF = "`verify=False` turns this check off."
 Status = Literal["exact", "approximated", "not supported"]
 """Whether the rows of a layer are one per datum, several, or no explanation of what it does."""
 
@@ -240,46 +237,10 @@ def verify_layers(
         raise ValueError(
             "Expected the inputs and output gradients of every layer to explain all that its "
             "parameters do, got other derivatives of the whole network for "
-            f"{'; '.join(wrong)}. Remedy: mend or freeze these layers, as said for each. {_OFF}"
+            f"{'; '.join(wrong)}. Remedy: mend or freeze these layers, as said for each. {OFF}"
         )
     verify_data(model, x, key, targets)
     return {p.name for p in owned if p.name not in rows.unreached}
-
-
-def verify_last_layer(
-    model: nn.Module, x: Inputs, key: Keys = "input_ids", targets: str = "labels"
-) -> None:
-    """Raise unless the last layer of a network is its end, on a few data.
-
-    Args:
-        model: A feature extractor that knows its last layer.
-        x: Inputs of the first mini-batch.
-        key: Which entries of a mapping run over the data.
-        targets: The entry that holds the targets, if there is one.
-
-    Raises:
-        ValueError: If something comes after it, or outputs do not belong to their data.
-
-    Example:
-        >>> from laplace.utils import FeatureExtractor
-        >>> net = FeatureExtractor(nn.Sequential(nn.Linear(2, 1)), last_layer_name="0")
-        >>> verify_last_layer(net, torch.randn(3, 2))
-    """
-    verify_data(model, x, key, targets)
-    question = question_of("end", x, key, targets)
-    if recall(model, question, x):
-        return
-    few = take(x, slice(0, min(size_of(x, key), N_CHECKED)), key)
-    with evaluation_mode(model), torch.no_grad():
-        f, phi = outputs_and_features(feature_extractor(model), few)
-    if not agree(last_layer_of(model)(phi).detach().reshape(-1), f.reshape(-1)):
-        raise ValueError(
-            f"Expected the model to end in its last layer '{last_layer_name(model)}', got outputs "
-            "that differ from that layer's (a temperature, a choice of a token, a function after "
-            "it). Remedy: end the model there, or take the layer as one of all, "
-            f"subset_of_weights='all' with parameters='head'. {_OFF}"
-        )
-    remember(model, question, x, True)
 
 
 def verify_data(model: nn.Module, x: Inputs, key: Keys, targets: str = "labels") -> None:
@@ -304,6 +265,6 @@ def verify_data(model: nn.Module, x: Inputs, key: Keys, targets: str = "labels")
     if wrong is not None:
         raise ValueError(
             f"Expected one row of outputs for each datum, whatever passes with it, got: {wrong}. "
-            f"Remedy: let the model treat each datum by itself. {_OFF}"
+            f"Remedy: let the model treat each datum by itself. {OFF}"
         )
     remember(model, question, x, True)

@@ -53,6 +53,7 @@ from laplace_debias.kfac.upstream import BackendEngine, choose_backend, supporte
 from laplace_debias.network.calling import OutputPicker
 from laplace_debias.network.features import computing_model, detached_features, first_output
 from laplace_debias.network.freezing import check_supported
+from laplace_debias.network.last_layer import verify_last_layer
 from laplace_debias.network.layers import SUPPORTED_TYPES
 from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
 from laplace_debias.network.objective import Objective, objective_of
@@ -60,6 +61,7 @@ from laplace_debias.network.ownership import transposed_parameters
 from laplace_debias.network.positions import as_outputs
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.remembered import forget
+from laplace_debias.network.runnable import check_no_autocast, check_runnable
 from laplace_debias.network.selection import Parameters, select_parameters, selected
 from laplace_debias.network.upstream import (
     PrivateProtocol,
@@ -74,7 +76,7 @@ from laplace_debias.network.upstream import (
     row_keys,
     unchecked_prior,
 )
-from laplace_debias.network.verify import verify_last_layer, verify_layers
+from laplace_debias.network.verify import verify_layers
 from laplace_debias.network.wrappers import unwrapped
 from laplace_debias.posterior.resuming import check_resumable, fit_checkpoint
 from laplace_debias.posterior.several import agreed_seed, check_same_model, cost_of_all
@@ -238,6 +240,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
                 "layer. Remedy: subset_of_weights='all', with parameters='head' for that layer."
             )
         kwargs["backend"] = backend or HookGGN
+        check_runnable(model)
         self._chosen = None if parameters is None else select_parameters(model, parameters)
         with nullcontext() if self._chosen is None else selected(model, self._chosen):
             if all_layers:
@@ -347,6 +350,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
                 f"Expected `override=True` with debias={self.debias!r}, whose draws are gone after "
                 "a fit; got False. Remedy: fit on all data at once, or use debias=True."
             )
+        check_no_autocast(device_of(self))
         if checkpoint is not None:
             check_resumable(self.debias, override=override)
         N = training_size(train_loader, curvature_loader, n_data)

@@ -21,6 +21,7 @@ from torch import Tensor
 from laplace_debias.data.inputs import INPUT_TYPES, Inputs, size_of, take
 from laplace_debias.data.reading import on_device
 from laplace_debias.network.features import outputs_and_features
+from laplace_debias.network.last_layer import verify_last_layer
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.preserve import differentiable
 from laplace_debias.network.upstream import (
@@ -30,7 +31,6 @@ from laplace_debias.network.upstream import (
     feature_extractor,
     row_keys,
 )
-from laplace_debias.network.verify import verify_last_layer
 from laplace_debias.predictive.eigenblocks import (
     EigenBlock,
     PriorPrecisions,

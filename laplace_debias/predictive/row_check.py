@@ -61,7 +61,7 @@ def row_responses(
         if is_norm(call.module) and not bias:
             terms = terms * call_normalised(call, call.module, n, dim)
         return terms.sum((1, 2)), terms.flatten(1).norm(dim=1)
-    a = call_inputs(call, n, dim, slice(0, n))  # [n, R, groups, d_in]
+    a = call_inputs(call, n, dim, slice(0, n)).to(step.dtype)  # [n, R, groups, d_in]
     dW = step.T if is_transposed(call.module) else step.flatten(1)
     if isinstance(call.geometry, nn.Conv2d):
         dW = patch_order(dW.T, call.geometry).T

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from laplace_debias.debias import drawn as drawn_module
-from laplace_debias.debias.drawn import N_GROUPS, DrawnFactor, DrawnRows, corrected_block
+from laplace_debias.debias.drawn import DrawnFactor, corrected_block
+from laplace_debias.debias.drawn_rows import N_GROUPS, DrawnRows
 from laplace_debias.debias.pairs import draw_pairs
 
 ROWS = torch.randn(30, 1, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -1,0 +1,96 @@
+"""Models that no fit can look into are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laplace_debias import Laplace
+from laplace_debias.network.runnable import check_runnable
+from tests.oracles_predictive import dense_covariance, marginal
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(6) % 3
+BATCHES = [(X[:3], Y[:3]), (X[3:], Y[3:])]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def complex_valued() -> nn.Module:
+    net = network()
+    net[0].weight = nn.Parameter(torch.zeros(5, 4, dtype=torch.complex64))
+    return net
+
+
+REFUSED = {
+    "scripted": (lambda: torch.jit.script(network()), "TorchScript.*torch.jit.script"),
+    "traced": (lambda: torch.jit.trace(network(), X), "TorchScript.*torch.jit.trace"),
+    "lazy": (lazy, "'0.weight' of a lazy layer.*call the model once"),
+    "complex": (complex_valued, "'0.weight' of type torch.complex64.*requires_grad_"),
+}
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+@pytest.mark.parametrize(("make", "why"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_models_that_cannot_be_looked_into_are_refused(make, why, subset):
+    with pytest.raises(ValueError, match=f"Expected.*{why}"):
+        Laplace(make(), "classification", subset, "kron", debias=True)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_what_is_complex_or_scripted_but_certain_is_fine():
+    check_runnable(complex_valued().requires_grad_(False))
+    body = torch.jit.script(nn.Sequential(nn.Linear(4, 5), nn.Tanh()))
+    net = nn.Sequential(body, network()[2])
+    la = Laplace(net, "classification", "last_layer", "kron", debias=True)
+    la.fit(BATCHES, n_data=9)
+    phi = net[0](X).detach()
+    ordinary = nn.Sequential(nn.Identity(), net[1])
+    other = Laplace(ordinary, "classification", "last_layer", "kron", debias=True)
+    other.fit([(phi[:3], Y[:3]), (phi[3:], Y[3:])], n_data=9)
+    torch.testing.assert_close(la(X), other(phi))
+
+
+class Autocast(nn.Module):
+    """A network that runs in half precision, with weights in single."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[n, 4]`` to ``[n, 3]``."""
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.net(x).float()
+
+
+@pytest.mark.filterwarnings("ignore:The Jacobian of.*one datum and output at a time")
+def test_autocast_belongs_into_the_forward_pass():
+    la = Laplace(network(), "classification", "all", "kron", debias=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(ValueError, match="outside of `torch.autocast`.*into its `forward`"):
+            la.fit(BATCHES, n_data=9)
+    la.fit(BATCHES, n_data=9)
+    half = Laplace(Autocast(), "classification", "all", "kron", debias=True)
+    half.fit(BATCHES, n_data=9)
+    expected = marginal(dense_covariance(la, X, la.prior_precision))
+    found = half.output_moments(X)[1]
+    assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+    assert not torch.equal(found, expected)
+
+
+def test_old_weight_norms_are_named_with_their_successors():
+    net = network()
+    nn.utils.weight_norm(net[0])
+    with pytest.raises(ValueError, match="'0'.*computes its weight from weight_g and weight_v"
+                       ".*parametrizations"):  # fmt: skip
+        Laplace(net, "classification", "all", "kron", debias=True)
