@@ -103,8 +103,10 @@ def compare(
         n_draws: Number of draws per budget.
         prior_precisions: Grid, in laplace-torch's units; by default the paper's,
             :func:`~laplace_debias.evaluation.sweep.default_grid`.
-        laplace: Arguments of :func:`~laplace_debias.posterior.factory.Laplace`, such as
-            ``backend``. ``subset_of_weights`` is ``"all"`` unless it is among them. The options of
+        laplace: Arguments of :func:`~laplace_debias.posterior.kron.Laplace`, such as
+            ``kfac_approx``, ``fisher`` and ``sampler``, for the full batch, too (``"auto"`` draws
+            vectors of its own). ``subset_of_weights`` is ``"all"`` unless it is among them. The
+            options of
             :class:`~laplace_debias.debias.options.CrossfitOptions`, such as
             ``{"sampling": "curvature"}``, and of
             :class:`~laplace_debias.debias.options.AutoOptions` reach their methods only.

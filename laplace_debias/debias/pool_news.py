@@ -17,11 +17,25 @@ from laplace_debias.data.inputs import (
     size_of,
     take,
 )
-from laplace_debias.data.processes import processes
+from laplace_debias.data.pool import Pool
+from laplace_debias.data.processes import processes, together
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.kfac.sums import factors_of_all
 
-__all__ = ["News", "Sums", "added_sums", "in_order", "sums_of"]
+__all__ = [
+    "News",
+    "Rows",
+    "Sums",
+    "added_sums",
+    "given_scores",
+    "in_order",
+    "rows_of_all",
+    "sums_of",
+]
+
+Rows = tuple[Tensor | None, ...]
+"""Kept input rows of some data, one entry per parameter."""
+
 
 Sums = tuple[Tensor, Tensor]
 """Sums over data of inputs and of their squares, in float64."""
@@ -74,6 +88,69 @@ def in_order(numbers: list[Tensor], parts: list[Tensor]) -> Tensor:
         tensor([0., 0., 1.])
     """
     return torch.cat(parts)[torch.cat(numbers).argsort()]
+
+
+def given_scores(pool: Pool, given: Tensor) -> Tensor:
+    """Scores from training of the pool's data, of all processes, in its order.
+
+    Args:
+        pool: The pool of a map-style loader.
+        given: One score for each datum of its dataset.
+
+    Returns:
+        Scores ``[n]``.
+
+    Raises:
+        ValueError: For a stream, or if the scores do not fit the dataset.
+    """
+    with together("looking up its scores"):
+        if pool.map is None:
+            raise ValueError(
+                "Expected no `scores` with a stream, whose data have no positions, got some. "
+                "Remedy: pass a DataLoader over a map-style dataset, or leave `scores` out."
+            )
+        n = len(pool.data.loader.dataset)
+        if len(given) != n:
+            raise ValueError(
+                f"Expected one score for each of the {n} data of the dataset, got {len(given)}. "
+                "Remedy: keep the scores in the order of the dataset."
+            )
+        scores = given.cpu()[torch.tensor(pool.map.positions, dtype=torch.long)]
+    group = processes()
+    if group is None:
+        return scores
+    numbers, parts = zip(*group.gather((pool.own(), scores)), strict=True)
+    return in_order(list(numbers), list(parts))
+
+
+def rows_of_all(
+    folds: list[list[tuple[Tensor, Rows]]], n_params: int, n_folds: int
+) -> list[Tensor | None]:
+    """Kept rows of all processes, fold by fold, each in the order of its numbers.
+
+    Args:
+        folds: For every fold, and perhaps for data of no fold, numbers in the pool and rows.
+        n_params: Number of parameters.
+        n_folds: Number of folds; what comes after them may lack rows.
+
+    Returns:
+        Rows ``[n, d_in]`` for each parameter, ``None`` where a fold lacks them.
+    """
+    group, found = processes(), list[Tensor | None]()
+    assert group is not None
+    shares = group.gather([[(n, _moved(kept, "cpu")) for n, kept in fold] for fold in folds])
+    merged = [[pair for share in shares for pair in share[k]] for k in range(len(folds))]
+    for i in range(n_params):
+        parts: list[Tensor] = []
+        for k, fold in enumerate(merged):
+            there = [(n, kept[i]) for n, kept in fold if kept[i] is not None]
+            if k < n_folds and len(there) < len(fold):
+                parts = []
+                break
+            if there:
+                parts.append(in_order(*map(list, zip(*there, strict=True))))
+        found.append(torch.cat(parts) if parts else None)
+    return found
 
 
 @dataclass
@@ -180,8 +257,10 @@ class News:
 
 def _moved(value: Any, device: torch.device | str) -> Any:
     """Tensors in tuples, lists and inputs, on a device."""
+    if value is None:
+        return None
     if isinstance(value, Tensor):
         return value.detach().to(device)
     if isinstance(value, list | tuple):
         return type(value)(_moved(part, device) for part in value)
-    return value if value is None else map_tensors(value, lambda t: t.to(device))
+    return map_tensors(value, lambda t: t.to(device))

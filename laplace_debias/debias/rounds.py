@@ -25,7 +25,7 @@ from laplace_debias.debias.pairs import (
     pairs_of_data,
 )
 from laplace_debias.debias.pool_moments import PoolMoments
-from laplace_debias.debias.pool_news import in_order
+from laplace_debias.debias.pool_news import given_scores
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.gradient_rows import gradient_rows, rows_key
 from laplace_debias.network.loss import sampled_hessian_root
@@ -255,25 +255,5 @@ class Rounds:
         """Scores from training, none below a share of the mean."""
         if self.options.scores is None:
             return None
-        with together("looking up its scores"):
-            scores = self._given_scores(torch.as_tensor(self.options.scores).cpu())
-        group = processes()
-        if group is not None:
-            numbers, parts = zip(*group.gather((self.pool.own(), scores)), strict=True)
-            scores = in_order(list(numbers), list(parts))
+        scores = given_scores(self.pool, torch.as_tensor(self.options.scores))
         return scores.clamp(min=max(STALE_SHARE * float(scores.mean()), 1e-30))
-
-    def _given_scores(self, given: Tensor) -> Tensor:
-        """Scores from training of the loader's data, in its order."""
-        if self.pool.map is None:
-            raise ValueError(
-                "Expected no `scores` with a stream, whose data have no positions, got some. "
-                "Remedy: pass a DataLoader over a map-style dataset, or leave `scores` out."
-            )
-        n = len(self.data.loader.dataset)
-        if len(given) != n:
-            raise ValueError(
-                f"Expected one score for each of the {n} data of the dataset, got {len(given)}. "
-                "Remedy: keep the scores in the order of the dataset."
-            )
-        return given[torch.tensor(self.pool.map.positions, dtype=torch.long)]
