@@ -2,7 +2,8 @@
 
 The first ``--train-size`` images of CIFAR-10 are the training set, whose exact full-batch posterior
 is the reference. Methods of the library are fitted with growing budgets, and timed (processor time
-of one thread); ``auto`` also with scores recorded in training (here: the outputs of one earlier pass, whose time is not counted).
+of one thread); ``auto`` also with scores recorded in training (here: the outputs of one earlier
+pass, whose time is not counted).
 
     python -m examples.research.inverse_seconds --folder DATA --weights WEIGHTS --draws 5
 """
