@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from laplace_debias.data.processes import processes
-from laplace_debias.debias.certificate import EigenFactors
 from laplace_debias.debias.drawn_rows import N_GROUPS, DrawnRows
-from laplace_debias.debias.eigen import eigh_float64
+from laplace_debias.debias.eigen import EigenFactors, eigh_float64
 from laplace_debias.debias.inverse import inverse_inflation, null_floor, resolvent_inflation
 from laplace_debias.debias.leverages import BlockGrams
-from laplace_debias.kfac.gradient_rows import RowsKey
+from laplace_debias.network.ownership import RowsKey
 
 __all__ = ["DrawnFactor", "Spectrum", "corrected_block"]
 
@@ -69,7 +68,7 @@ class DrawnFactor:
     """Output factor of one layer (or several that share a parameter), from rounds of draws.
 
     Attributes:
-        key: What its rows are found by, see :func:`laplace_debias.kfac.gradient_rows.rows_key`.
+        key: What its rows are found by, see :func:`laplace_debias.network.ownership.rows_key`.
         sums: The groups' estimates of the pool's sum, ``[N_GROUPS, d, d]``.
         known: Plain sum over all draws so far, ``[d, d]``.
         rows: Kept rows ``[m, r, d]`` of some draws, or their blocks where ``r >= d``, with the

@@ -15,7 +15,6 @@ from laplace_debias.comparison import (
     Reference,
     Work,
     compare,
-    fitting,
 )
 from laplace_debias.comparison.draws import draw_generator, draw_loaders
 from laplace_debias.evaluation.evaluate import evaluate
@@ -125,7 +124,7 @@ def test_the_kind_of_factors_reaches_every_method(monkeypatch):
 
 def test_budgets_are_equal_and_the_data_the_same(problem, monkeypatch):
     fits = []
-    factory = fitting.Laplace
+    factory = compare_module.Laplace
 
     def spy(*args, debias, **kwargs):
         la = factory(*args, debias=debias, **kwargs)
@@ -139,7 +138,7 @@ def test_budgets_are_equal_and_the_data_the_same(problem, monkeypatch):
         la.fit = recorded
         return la
 
-    monkeypatch.setattr(fitting, "Laplace", spy)
+    monkeypatch.setattr(compare_module, "Laplace", spy)
     run(problem, budgets=(8,), n_draws=1)
     (full, single, two_batch) = fits
     assert [fit[2] for fit in fits] == [N, N, N]
@@ -262,7 +261,7 @@ def test_further_methods_by_function(problem):
 def test_compare_resumes_without_repeating_a_cell(problem, tmp_path, monkeypatch):
     uninterrupted = run(problem)
     fits = []
-    factory = fitting.Laplace
+    factory = compare_module.Laplace
 
     def counting(*args, **kwargs):
         if len(fits) == 5:
@@ -270,7 +269,7 @@ def test_compare_resumes_without_repeating_a_cell(problem, tmp_path, monkeypatch
         fits.append(kwargs["debias"])
         return factory(*args, **kwargs)
 
-    monkeypatch.setattr(fitting, "Laplace", counting)
+    monkeypatch.setattr(compare_module, "Laplace", counting)
     with pytest.raises(KeyboardInterrupt):
         run(problem, folder=tmp_path)
     finished = {path.stem for path in tmp_path.glob("*.json")} - {"config", "plain"}
@@ -281,7 +280,7 @@ def test_compare_resumes_without_repeating_a_cell(problem, tmp_path, monkeypatch
         fits.append(kwargs["debias"])
         return factory(*args, **kwargs)
 
-    monkeypatch.setattr(fitting, "Laplace", counting_on)
+    monkeypatch.setattr(compare_module, "Laplace", counting_on)
     assert run(problem, folder=tmp_path) == uninterrupted
     assert len(fits) == 2 * 2 * 2 + 1  # each cell once over both calls
     assert run(problem, folder=tmp_path, n_draws=3).select("single", 8)[:6] == (
@@ -299,8 +298,10 @@ def test_processes_share_a_folder_by_draws(problem, tmp_path, monkeypatch):
         )  # fmt: skip
         assert {row.draw for row in part.rows} == set(draws)
     fitted = []
-    original = fitting.Laplace
-    monkeypatch.setattr(fitting, "Laplace", lambda *a, **k: fitted.append(1) or original(*a, **k))
+    original = compare_module.Laplace
+    monkeypatch.setattr(
+        compare_module, "Laplace", lambda *a, **k: fitted.append(1) or original(*a, **k)
+    )
     assert run(problem, n_draws=3, folder=tmp_path).rows == whole.rows
     assert len(fitted) == 1  # the reference; no draw was made twice
     with pytest.raises(ValueError, match="draws among 0 to 2"):
