@@ -17,6 +17,7 @@ from laplace_debias.comparison import (
     compare,
 )
 from laplace_debias.comparison.draws import draw_generator, draw_loaders
+from laplace_debias.comparison.fitting import Fitting
 from laplace_debias.evaluation.evaluate import evaluate
 from laplace_debias.posterior.debiased import DebiasedPosterior
 from laplace_debias.posterior.kron import Laplace
@@ -92,13 +93,13 @@ def test_the_kind_of_factors_reaches_every_method(monkeypatch):
     test = DataLoader(TensorDataset(X + 0.3, y), batch_size=24)
     kind = {"kfac_approx": "backpack", "fisher": "mc", "sampler": "label"}
     fitted = []
-    posterior = fitting.Fitting.posterior
+    posterior = Fitting.posterior
 
     def spy(self, *cell):
         fitted.append(posterior(self, *cell))
         return fitted[-1]
 
-    monkeypatch.setattr(fitting.Fitting, "posterior", spy)
+    monkeypatch.setattr(Fitting, "posterior", spy)
     methods = ("single", "two-batch", "crossfit", "auto", "full")
     settings = dict(methods=methods, budgets=(12,), n_draws=1, prior_precisions=(1.0,))
     result = compare(model, train, test, laplace=kind, **settings)
