@@ -31,7 +31,6 @@ __all__ = [
     "OwnedParameter",
     "RowsKey",
     "is_ordinary",
-    "is_recorded",
     "is_supported_layer",
     "kfac_layers",
     "owned_parameters",
@@ -209,26 +208,6 @@ def is_ordinary(module: nn.Module) -> bool:
         return "forward" not in vars(module)
     known = isinstance(module, nn.Linear | nn.Conv2d) and not has_own_forward(module)
     return known or is_norm(module)
-
-
-def is_recorded(module: nn.Module) -> bool:
-    """Whether a recorder tells what a module does with its parameters.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        True for ordinary layers, and for ``nn.Linear`` and ``nn.Conv2d`` with a ``forward`` of
-        their own, into which a recorder looks.
-
-    Example:
-        >>> class Padded(nn.Conv2d):
-        ...     def forward(self, x):
-        ...         return nn.functional.conv2d(nn.functional.pad(x, (0, 1)), self.weight)
-        >>> is_ordinary(Padded(1, 1, 2)), is_recorded(Padded(1, 1, 2)), is_recorded(nn.Tanh())
-        (False, True, False)
-    """
-    return is_ordinary(module) or isinstance(module, nn.Linear | nn.Conv2d)
 
 
 def kfac_layers(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take, tensors_of
 from laplace_debias.kfac.thin import coordinates
 from laplace_debias.network.layers import has_rows_last, is_norm, is_transposed
-from laplace_debias.network.ownership import is_recorded, owners
+from laplace_debias.network.ownership import owners
 from laplace_debias.network.recorder import LayerCall
 from laplace_debias.network.unfold import patch_order
 from laplace_debias.network.verify import verify_data
@@ -30,6 +30,7 @@ from laplace_debias.predictive.probing import (
     call_inputs,
     call_normalised,
     data_dims,
+    is_recorded,
     per_datum_jacobians,
     run,
 )
