@@ -81,6 +81,7 @@ from laplace_debias.network.verify import verify_layers
 from laplace_debias.posterior.options import (
     check_backend,
     check_objective,
+    check_parameters,
     check_prior_precision,
     check_scales,
     chosen_fisher,
@@ -89,7 +90,7 @@ from laplace_debias.posterior.options import (
 )
 from laplace_debias.posterior.resuming import check_resumable, fit_checkpoint
 from laplace_debias.posterior.several import agreed_seed, check_same_model, cost_of_all
-from laplace_debias.posterior.state import check_parameters, load_state, save_state
+from laplace_debias.posterior.state import load_state, save_state
 from laplace_debias.predictive.links import (
     check_n_samples,
     mean_label_log_probabilities,
