@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ __all__ = [
     "Keys",
     "concatenate",
     "datum_shapes",
+    "in_pieces",
     "map_tensors",
     "rows_of",
     "size_of",
@@ -190,6 +191,32 @@ def concatenate(parts: Sequence[Inputs], key: Keys = "input_ids") -> Inputs:
     for name in rows_of(first, key):
         whole[name] = torch.cat([part[name] for part in parts if isinstance(part, MutableMapping)])
     return whole
+
+
+def in_pieces(
+    x: Inputs, targets: Any, weights: Tensor | None, key: Keys, n: int, most: int
+) -> Iterator[tuple[Inputs, Any, Tensor | None]]:
+    """Cut n data into pieces of at most so many.
+
+    Args:
+        x: Inputs of n data.
+        targets: Their targets, or ``None``.
+        weights: Their weights, or ``None``.
+        key: See :func:`take`.
+        n: Number of data.
+        most: Size of the pieces.
+
+    Yields:
+        Inputs, targets and weights of a piece.
+
+    Example:
+        >>> [len(x) for x, _, _ in in_pieces(torch.ones(5, 1), None, None, "x", 5, 2)]
+        [2, 2, 1]
+    """
+    for start in range(0, n, most):
+        at = slice(start, min(start + most, n))
+        y, w = (part if part is None else part[at] for part in (targets, weights))
+        yield take(x, at, key), y, w
 
 
 def _has_rows(value: Any, n: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from laplace_debias.data.datum_keys import datum_keys
-from laplace_debias.data.inputs import Batch
+from laplace_debias.data.inputs import Batch, Inputs, take
 from laplace_debias.data.pool import Pool
 from laplace_debias.data.processes import counted, from_main, processes, together
 from laplace_debias.data.roles import TrainingData
@@ -172,7 +173,7 @@ class Rounds:
         distinct = self.stale is None
         self.drawn.add(draw.probabilities, groups, share, growth, distinct=distinct)
         with together("its backward passes"):
-            for at, (X, y) in self.pool.fetch(draw.data):
+            for at, X, y in self._pieces(self.pool.fetch(draw.data)):
                 vectors = partial(self._vectors, y=y, classes=draw.classes[at], numbers=first + at)
                 rows = gradient_rows(self.engine, X, vectors)
                 for factor in self.factors:
@@ -183,6 +184,16 @@ class Rounds:
         for factor in self.factors:
             factor.exchange()
             factor.close(share, growth, distinct=distinct)
+
+    def _pieces(
+        self, batches: Iterable[tuple[Tensor, Batch]]
+    ) -> Iterator[tuple[Tensor, Inputs, Tensor]]:
+        """Mini-batches in pieces of what one pass may take; rows are kept of all layers at once."""
+        for at, (X, y) in batches:
+            most = len(y) if self.engine.chunk is None else max(1, self.engine.chunk // 2)
+            for start in range(0, len(y), most):
+                rows = slice(start, min(start + most, len(y)))
+                yield at[rows], take(X, rows, self.data.key_x), y[rows]
 
     def _vectors(self, f: Tensor, y: Tensor, classes: Tensor, numbers: Tensor) -> Tensor:
         """Backward vectors of the pairs; with scores from training, classes are drawn now."""

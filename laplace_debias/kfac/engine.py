@@ -18,12 +18,14 @@ import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial, reduce
+from operator import add
 
 import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.datum_keys import datum_keys
-from laplace_debias.data.inputs import Inputs
+from laplace_debias.data.inputs import Inputs, Keys, in_pieces, size_of
 from laplace_debias.data.targets import check_targets
 from laplace_debias.data.weighted import WeightedTargets, apart
 from laplace_debias.kfac.counts import FitCost
@@ -97,8 +99,9 @@ class Engine:
             them tells that they have no curvature there; others are refused.
         draw_seed: Key the draws of ``fisher="mc"`` by this number and the datum instead of taking
             them from the generator: whichever process has a datum draws the same for it.
-        first_output: What the first datum to come gives by itself, ``[1, C]``, if that is known:
-            its mini-batch must give the same.
+        first_output: What the first datum gives by itself, ``[1, C]``, if known, to compare with.
+        chunk: Most data of one pass; larger mini-batches are passed in pieces, and summed.
+        key: Which entries of mappings run over the data.
 
     Raises:
         ValueError: If the model has no trainable parameter, K-FAC cannot represent one, or an
@@ -126,6 +129,8 @@ class Engine:
     reached: set[str] = field(default_factory=set)
     draw_seed: int | None = None
     first_output: Tensor | None = None
+    chunk: int | None = None
+    key: Keys = "input_ids"
 
     def __post_init__(self) -> None:
         """Look up who owns the parameters."""
@@ -169,16 +174,14 @@ class Engine:
                 Needed for the loss and for the empirical Fisher.
             weights: Non-negative weight ``[n]`` of each datum in B and in the loss; 1 by default.
             inputs: Whether to compute A, or the names of the weights that get one.
-            outputs: Whether to compute B, which takes backward passes. Without, the network's
-                outputs are kept instead.
+            outputs: Whether to compute B by backward passes; if not, the outputs are kept.
             rows_from: Keep the rows of linear layers of at least that many inputs, if they see one
                 row per datum; by default of none.
             count_rows: Whether to count the rows behind every factor, which takes a Gram matrix
                 per datum: for mini-batches of few data.
             along: Eigenvectors of every block. Each factor is then given by its curvatures along
                 them, ``diag(Q^T B Q)``, ``[d]`` in float64, and never formed itself.
-            few_rows: Whether factors of few rows are given by these, see
-                :mod:`laplace_debias.kfac.few_rows`.
+            few_rows: Whether :mod:`~laplace_debias.kfac.few_rows` are kept as such.
 
         Returns:
             The factors, in at least single precision.
@@ -187,6 +190,11 @@ class Engine:
             ValueError: If the forward pass never uses a layer, or if the shapes of outputs, targets
                 or weights do not fit.
         """
+        if self.chunk is not None and (n := size_of(X, self.key)) > self.chunk:
+            again = partial(self.factors, inputs=inputs, outputs=outputs, rows_from=rows_from)
+            again = partial(again, count_rows=count_rows, along=along, few_rows=few_rows)
+            pieces = in_pieces(X, targets, weights, self.key, n, self.chunk)
+            return reduce(add, (again(*piece) for piece in pieces))
         y, own = apart(targets)
         if own is not None:
             weights = own if weights is None else own * weights
