@@ -33,7 +33,7 @@ from examples.large_networks import VisionTransformer, resnet50, settle_norms, w
 from examples.networks import all_cnn_c
 from laplace_debias import Laplace
 from laplace_debias.debias import eigen
-from laplace_debias.kfac import thin_kron
+from laplace_debias.kfac import thin
 from laplace_debias.quadratics import Quadratic, RecordedProducts, cg, top_eigenvectors
 
 NETWORKS = {
@@ -142,7 +142,7 @@ def decompositions_alone(la) -> tuple[float, int]:
 
     A basis ``[d, r]`` of few rows is that of r rows; a full one of a d x d matrix.
     """
-    bases = {id(Q): Q.shape for block in thin_kron.bases_of(la.H) for Q in block}
+    bases = {id(Q): Q.shape for block in thin.bases_of(la.H) for Q in block}
     seconds = 0.0
     for d, r in bases.values():
         X = torch.randn(r if r < d else 2 * d, d)

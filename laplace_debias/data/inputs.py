@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,11 +16,13 @@ __all__ = [
     "Keys",
     "concatenate",
     "datum_shapes",
-    "in_pieces",
     "map_tensors",
+    "on_device",
+    "ordinary",
     "rows_of",
     "size_of",
     "take",
+    "tensor_bytes",
     "tensors_of",
     "widen",
 ]
@@ -193,32 +195,6 @@ def concatenate(parts: Sequence[Inputs], key: Keys = "input_ids") -> Inputs:
     return whole
 
 
-def in_pieces(
-    x: Inputs, targets: Any, weights: Tensor | None, key: Keys, n: int, most: int
-) -> Iterator[tuple[Inputs, Any, Tensor | None]]:
-    """Cut n data into pieces of at most so many.
-
-    Args:
-        x: Inputs of n data.
-        targets: Their targets, or ``None``.
-        weights: Their weights, or ``None``.
-        key: See :func:`take`.
-        n: Number of data.
-        most: Size of the pieces.
-
-    Yields:
-        Inputs, targets and weights of a piece.
-
-    Example:
-        >>> [len(x) for x, _, _ in in_pieces(torch.ones(5, 1), None, None, "x", 5, 2)]
-        [2, 2, 1]
-    """
-    for start in range(0, n, most):
-        at = slice(start, min(start + most, n))
-        y, w = (part if part is None else part[at] for part in (targets, weights))
-        yield take(x, at, key), y, w
-
-
 def _has_rows(value: Any, n: int) -> bool:
     """Whether an item of a tuple has one row per datum."""
     return isinstance(value, Tensor) and value.ndim > 0 and len(value) == n
@@ -264,3 +240,48 @@ def widen(x: Any) -> Any:
         (torch.float32, torch.int64)
     """
     return map_tensors(x, lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t)
+
+
+def tensor_bytes(tensor: Tensor) -> Any:
+    """Return a tensor's content, of any dtype, as a buffer.
+
+    Example:
+        >>> tensor_bytes(torch.ones(2, dtype=torch.int16)).tolist()
+        [1, 0, 1, 0]
+    """
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+
+def on_device(x: Inputs, device: torch.device) -> Inputs:
+    """Inputs whose tensors are on a device and can be used outside of inference mode.
+
+    Args:
+        x: A tensor, or a mapping or tuple of tensors and anything else.
+        device: The device.
+
+    Returns:
+        The same inputs, copied only where need be.
+
+    Example:
+        >>> x = {"x": torch.ones(1)}
+        >>> on_device(x, torch.device("cpu")) is x
+        True
+    """
+    if any(value.device != device or value.is_inference() for value in tensors_of(x)):
+        return cast(Inputs, map_tensors(x, lambda value: ordinary(value.to(device))))
+    return x
+
+
+def ordinary(value: Tensor) -> Tensor:
+    """A tensor that autograd takes: one of inference mode is copied.
+
+    Args:
+        value: Any tensor.
+
+    Example:
+        >>> x = torch.ones(1)
+        >>> ordinary(x) is x
+        True
+    """
+    with torch.inference_mode(False):
+        return value.clone() if value.is_inference() else value

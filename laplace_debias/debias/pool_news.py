@@ -17,21 +17,11 @@ from laplace_debias.data.inputs import (
     size_of,
     take,
 )
-from laplace_debias.data.pool import Pool
-from laplace_debias.data.processes import processes, together
+from laplace_debias.data.loaders import in_order
+from laplace_debias.data.processes import processes
 from laplace_debias.kfac.factors import Factors
-from laplace_debias.kfac.sums import factors_of_all
 
-__all__ = [
-    "News",
-    "Rows",
-    "Sums",
-    "added_sums",
-    "given_scores",
-    "in_order",
-    "rows_of_all",
-    "sums_of",
-]
+__all__ = ["News", "Rows", "Sums", "added_sums", "rows_of_all", "sums_of"]
 
 Rows = tuple[Tensor | None, ...]
 """Kept input rows of some data, one entry per parameter."""
@@ -74,53 +64,6 @@ def added_sums(one: Sums | None, two: Sums | None) -> Sums | None:
     if one[0].shape != two[0].shape:
         return one
     return one[0] + two[0], one[1] + two[1]
-
-
-def in_order(numbers: list[Tensor], parts: list[Tensor]) -> Tensor:
-    """Rows of several processes, in the order of their numbers.
-
-    Args:
-        numbers: Numbers of each process's rows.
-        parts: The rows.
-
-    Example:
-        >>> in_order([torch.tensor([2]), torch.tensor([0, 1])], [torch.ones(1), torch.zeros(2)])
-        tensor([0., 0., 1.])
-    """
-    return torch.cat(parts)[torch.cat(numbers).argsort()]
-
-
-def given_scores(pool: Pool, given: Tensor) -> Tensor:
-    """Scores from training of the pool's data, of all processes, in its order.
-
-    Args:
-        pool: The pool of a map-style loader.
-        given: One score for each datum of its dataset.
-
-    Returns:
-        Scores ``[n]``.
-
-    Raises:
-        ValueError: For a stream, or if the scores do not fit the dataset.
-    """
-    with together("looking up its scores"):
-        if pool.map is None:
-            raise ValueError(
-                "Expected no `scores` with a stream, whose data have no positions, got some. "
-                "Remedy: pass a DataLoader over a map-style dataset, or leave `scores` out."
-            )
-        n = len(pool.data.loader.dataset)
-        if len(given) != n:
-            raise ValueError(
-                f"Expected one score for each of the {n} data of the dataset, got {len(given)}. "
-                "Remedy: keep the scores in the order of the dataset."
-            )
-        scores = given.cpu()[torch.tensor(pool.map.positions, dtype=torch.long)]
-    group = processes()
-    if group is None:
-        return scores
-    numbers, parts = zip(*group.gather((pool.own(), scores)), strict=True)
-    return in_order(list(numbers), list(parts))
 
 
 def rows_of_all(
@@ -205,10 +148,18 @@ class News:
         self.first = X if self.first is None else self.first
         self.sums = added_sums(self.sums, sums_of(X))
 
-    def of_all(self, own: Tensor, device: torch.device, most: int, key: Keys) -> News | None:
+    def of_all(
+        self,
+        halves: list[Factors | None],
+        own: Tensor,
+        device: torch.device,
+        most: int,
+        key: Keys,
+    ) -> News | None:
         """The news of all processes, the same in every one; ``None`` if there are none.
 
         Args:
+            halves: Input factors of both halves, summed over processes.
             own: Numbers of this process's new data.
             device: Where tensors are to be.
             most: How many of the first inputs of each process are kept.
@@ -231,7 +182,6 @@ class News:
             few,
             self.sums,
         )
-        halves = [factors_of_all(half, device) for half in self.halves]
         found = [each for each in group.gather(_moved(mine, "cpu")) if each[1]]
         if not found:
             return None

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace_debias.data.datum_keys import datum_keys
 from laplace_debias.data.inputs import Batch, Inputs, take
-from laplace_debias.data.pool import Pool
+from laplace_debias.data.pool import Pool, given_scores
 from laplace_debias.data.processes import counted, from_main, processes, together
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.drawn import N_GROUPS, DrawnFactor, DrawnRows
@@ -23,10 +22,10 @@ from laplace_debias.debias.pairs import (
     pair_vectors,
 )
 from laplace_debias.debias.pool_moments import PoolMoments
-from laplace_debias.debias.pool_news import given_scores
-from laplace_debias.kfac.engine import Engine
-from laplace_debias.kfac.gradient_rows import gradient_rows, rows_key
-from laplace_debias.network.loss import sampled_hessian_root
+from laplace_debias.kfac.gradient_rows import gradient_rows
+from laplace_debias.kfac.interface import EngineInterface, datum_keys
+from laplace_debias.network.ownership import rows_key
+from laplace_debias.network.vectors import sampled_hessian_root
 
 __all__ = ["Rounds"]
 
@@ -59,6 +58,7 @@ class Rounds:
         >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
         >>> batch = (torch.randn(8, 3), torch.arange(8) % 2)
         >>> data = TrainingData(batch, None, 8, torch.device("cpu"))
+        >>> from laplace_debias.kfac.engine import Engine
         >>> rounds = Rounds(Engine(net, "classification"), data, AutoOptions())
         >>> rounds.grow(8)
         >>> rounds.draw(8)
@@ -71,7 +71,7 @@ class Rounds:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineInterface,
         data: TrainingData,
         options: AutoOptions,
         bar: tqdm | None = None,

@@ -16,15 +16,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from laplace_debias.data.inputs import Batch, take
-from laplace_debias.data.pool import Pool
+from laplace_debias.data.loaders import bar, in_order
+from laplace_debias.data.pool import Pool, given_scores
 from laplace_debias.data.processes import Processes, counted, from_main, processes, together
-from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import TrainingData
-from laplace_debias.data.weighted import check_unweighted
+from laplace_debias.data.targets import check_unweighted
 from laplace_debias.debias.few_rows import few_rows_from, most_few_rows
 from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.options import CrossfitOptions, ResolvedOptions, even_parts
-from laplace_debias.debias.pool_news import Rows, given_scores, in_order, rows_of_all
+from laplace_debias.debias.pool_news import Rows, rows_of_all
 from laplace_debias.debias.sampling import (
     WeightedDraw,
     curvature_order,
@@ -32,8 +32,8 @@ from laplace_debias.debias.sampling import (
     draw_weighted,
 )
 from laplace_debias.debias.spectrum import FitResult
-from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
+from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.kfac.sums import factors_of_all
 from laplace_debias.network.loss import curvature_scores
 
@@ -41,7 +41,7 @@ __all__ = ["fit_shared_folds"]
 
 
 def fit_shared_folds(
-    engine: Engine,
+    engine: EngineInterface,
     data: TrainingData,
     options: CrossfitOptions,
     *,
@@ -80,7 +80,7 @@ class _SharedRun:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineInterface,
         data: TrainingData,
         options: CrossfitOptions,
         group: Processes,
