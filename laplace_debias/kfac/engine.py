@@ -48,10 +48,7 @@ from laplace_debias.network.ownership import OwnedParameter
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder, check_outputs
 from laplace_debias.network.responses import normalised
-from laplace_debias.network.vectors import (
-    Fisher,
-    Sampler,
-)
+from laplace_debias.network.vectors import Fisher, Sampler
 
 __all__ = ["Engine", "kfac_factors"]
 
