@@ -46,7 +46,6 @@ TESTED_TOGETHER = {
     # Several processes are started once, and asked through fits.
     "data/processes.py": "posterior/test_several.py",
     "debias/shared_folds.py": "posterior/test_several.py",
-    "kfac/sums.py": "posterior/test_several.py",
     # Thin bases and laplace-torch's products with them are one behaviour.
     "kfac/thin_kron.py": "kfac/test_thin.py",
     "network/model_check.py": "network/test_check.py",

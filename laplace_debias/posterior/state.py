@@ -37,13 +37,19 @@ def _unknown_objective(state: State) -> State:
     return {**state, "objective": None}
 
 
+def _full_bases(state: State) -> State:
+    """Format 4 to 5: bases may be thin; full ones are read as they are."""
+    return state
+
+
 UPGRADES: dict[int, Callable[[State], State]] = {
     1: _listed_parameters,
     2: _unit_logit_temperature,
     3: _unknown_objective,
+    4: _full_bases,
 }
 """What brings a state of each earlier format to the next one."""
-FORMAT = 4
+FORMAT = 5
 KEYS = (
     "cls_name", "debias", "likelihood", "parameters", "last_layer_name", "eigenvectors",
     "eigenvalues_biased", "eigenvalues", "curvatures", "mean", "loss", "prior_mean",
@@ -118,7 +124,7 @@ def load_state(la: Any, state: State, take_over: Callable[[FitResult], None]) ->
         >>> load_state(la, {"format": 9}, print)
         Traceback (most recent call last):
         ...
-        ValueError: Expected a state of format 1 to 4, got 9. Remedy: update laplace_debias, ...
+        ValueError: Expected a state of format 1 to 5, got 9. Remedy: update laplace_debias, ...
     """
     state = _upgraded(state)
     expected = {
