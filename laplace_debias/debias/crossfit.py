@@ -13,27 +13,28 @@ from torch import Tensor
 from tqdm import tqdm
 
 from laplace_debias.data.inputs import Batch, concatenate, datum_shapes, take
-from laplace_debias.data.pool import MapStyle, is_map_style, segments
+from laplace_debias.data.loaders import bar, warn_if_sequential
+from laplace_debias.data.map_style import MapStyle, is_map_style
+from laplace_debias.data.pool import segments
 from laplace_debias.data.processes import processes
-from laplace_debias.data.progress import bar
-from laplace_debias.data.roles import TrainingData, warn_if_sequential
+from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.few_rows import few_rows_from
 from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.options import CrossfitOptions, even_parts
 from laplace_debias.debias.pool_pass import PoolPass
 from laplace_debias.debias.reservoirs import Reservoirs
-from laplace_debias.debias.sampling import WeightedDraw, curvature_order, draw_weighted
+from laplace_debias.debias.sampling import curvature_order, distinct, draw_weighted
 from laplace_debias.debias.shared_folds import fit_shared_folds
 from laplace_debias.debias.spectrum import FitResult
-from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
+from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.network.loss import curvature_scores
 
 __all__ = ["fit_crossfit"]
 
 
 def fit_crossfit(
-    engine: Engine,
+    engine: EngineInterface,
     data: TrainingData,
     options: CrossfitOptions,
     *,
@@ -56,6 +57,7 @@ def fit_crossfit(
 
     Example:
         >>> from torch import nn
+        >>> from laplace_debias.kfac.engine import Engine
         >>> engine = Engine(nn.Linear(3, 2), "classification")
         >>> batches = [(torch.randn(8, 3), torch.arange(8) % 2) for _ in range(4)]
         >>> data = TrainingData(batches, None, 100, torch.device("cpu"))
@@ -65,8 +67,7 @@ def fit_crossfit(
         (16, 0)
     """
     warn_if_sequential(data.loader)
-    group = processes()
-    if group is not None and group.size > 1:
+    if processes() is not None:
         return fit_shared_folds(engine, data, options, progress_bar=progress_bar)
     with bar(shown=progress_bar, unit="batch") as shown:
         run = _Run(engine, data, options, shown)
@@ -79,7 +80,7 @@ class _Run:
     """One fit: what its ways to read the data share."""
 
     def __init__(
-        self, engine: Engine, data: TrainingData, options: CrossfitOptions, bar: tqdm
+        self, engine: EngineInterface, data: TrainingData, options: CrossfitOptions, bar: tqdm
     ) -> None:
         self.engine, self.data, self.options, self.bar = engine, data, options, bar
 
@@ -189,7 +190,7 @@ class _Run:
         M = options.n_curvature if asked is not None else min(options.n_curvature, len(pool))
         for m in even_parts(M, options.n_folds):
             draw = draw_weighted(scores, m, order=order, generator=options.generator)
-            rows, weights = _distinct(draw)
+            rows, weights = distinct(draw)
             parts, start = [], 0
             for X, y in self.read("draws", pool.read(rows)):
                 w = weights[start : start + len(y)]
@@ -246,10 +247,3 @@ class _Run:
             f"mini-batch each), got {got} from the loader. Remedy: pass a loader with more "
             "mini-batches, a smaller `n_curvature`, `n_input` or `n_folds`."
         )
-
-
-def _distinct(draw: WeightedDraw) -> tuple[list[int], Tensor]:
-    """Each datum once, with the sum of its weights: no backward pass is made twice."""
-    rows, where = draw.indices.unique(return_inverse=True)
-    weights = torch.zeros(len(rows), dtype=draw.weights.dtype, device=draw.weights.device)
-    return rows.tolist(), weights.index_add(0, where, draw.weights)

@@ -11,11 +11,12 @@ which takes about :math:`6 d m^2 + 9 m^3` operations instead of :math:`9 d^3`, a
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_finite", "eigh_float64", "eigh_rows", "null_tolerance"]
+__all__ = ["EigenFactors", "check_finite", "eigh_float64", "eigh_rows", "null_tolerance"]
 
 
 def eigh_rows(rows: Tensor, name: str = "factor") -> tuple[Tensor, Tensor]:
@@ -116,3 +117,19 @@ def null_tolerance(M: Tensor) -> float:
         True
     """
     return math.sqrt(len(M)) * torch.finfo(M.dtype).eps
+
+
+class EigenFactors(NamedTuple):
+    """One block in its eigenbasis; a bias has no input factor."""
+
+    Q_B: Tensor
+    lam_B: Tensor
+    Q_A: Tensor | None = None
+    lam_A: Tensor | None = None
+
+    @property
+    def table(self) -> Tensor:
+        """Eigenvalues of the block, ``[d_out, d_in]`` or ``[d_out, 1]``."""
+        if self.lam_A is None:
+            return self.lam_B[:, None]
+        return torch.outer(self.lam_B, self.lam_A)

@@ -37,16 +37,11 @@ def _unknown_objective(state: State) -> State:
     return {**state, "objective": None}
 
 
-def _full_bases(state: State) -> State:
-    """Format 4 to 5: bases may be thin; full ones are read as they are."""
-    return state
-
-
 UPGRADES: dict[int, Callable[[State], State]] = {
     1: _listed_parameters,
     2: _unit_logit_temperature,
     3: _unknown_objective,
-    4: _full_bases,
+    4: dict,  # bases may be thin since; full ones are read as they are
 }
 """What brings a state of each earlier format to the next one."""
 FORMAT = 5

@@ -1,6 +1,7 @@
 """One page for your own model, with a recommendation; needs the extra ``plots``."""
 
 from laplace_debias.reporting.recommend import Recommendation, recommend
-from laplace_debias.reporting.report import Report, report
+from laplace_debias.reporting.report import report
+from laplace_debias.reporting.sections import Report
 
 __all__ = ["Recommendation", "Report", "recommend", "report"]

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.isotonic import isotonic_regression
 
+from laplace_debias.debias.eigen import null_tolerance
 from laplace_debias.debias.folds import (
     crossfit_factor,
     crossfit_spectrum,
     curvatures_along,
     fold_directions,
     isotonic,
-    null_tolerance,
     sums_of_others,
 )
 

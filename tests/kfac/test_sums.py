@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.data.processes import Processes
+from laplace_debias.data.processes import Processes, shared_out
 from laplace_debias.kfac import sums
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
-from laplace_debias.kfac.sums import factors_of_all, shared_out
+from laplace_debias.kfac.sums import factors_of_all
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(12) % 3

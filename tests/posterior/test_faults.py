@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from laplace_debias import Laplace, evaluate, sweep_prior_precision
 from laplace_debias.comparison import compare
-from laplace_debias.kfac.thin_kron import bases_of
+from laplace_debias.kfac.thin import bases_of
 
 X, Y = torch.randn(20, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
 BATCHES = [(X[:10], Y[:10]), (X[10:], Y[10:])]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias import Laplace
-from laplace_debias.kfac.thin_kron import bases_of
+from laplace_debias.kfac.thin import bases_of
 from laplace_debias.posterior.state import FORMAT, KEYS
 from tests import cases
 

@@ -1,0 +1,83 @@
+"""Shares of a training set: which data are a process's own."""
+
+import io
+import math
+import sys
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from laplace_debias.data import loaders
+from laplace_debias.data.loaders import bar, deals_out, n_own
+from laplace_debias.data.reading import read
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("n", "replicas"), [(7, 3), (6, 3), (2, 5), (61, 2)])
+def test_own_data_are_the_dataset_once(n, replicas, shuffle):
+    data = TensorDataset(torch.arange(n, dtype=torch.float32)[:, None], torch.arange(n))
+    seen, repeated = [], 0
+    for rank in range(replicas):
+        sampler = DistributedSampler(data, replicas, rank, shuffle=shuffle)
+        loader = DataLoader(data, 2, sampler=sampler)
+        assert deals_out(loader)
+        repeated += sum(len(y) for _, y in loader)
+        batches = [] if n_own(loader) == 0 else read(loader, torch.device("cpu"))
+        for X, y in batches:
+            assert torch.equal(X[:, 0].long(), y)
+            seen += y.tolist()
+    assert sorted(seen) == list(range(n))
+    assert repeated == replicas * math.ceil(n / replicas)
+
+
+def test_a_sampler_that_drops_repeats_nothing():
+    data = TensorDataset(torch.zeros(7, 1))
+    loader = DataLoader(data, 2, sampler=DistributedSampler(data, 3, 0, drop_last=True))
+    assert n_own(loader) == n_own([]) == math.inf
+    assert not deals_out(DataLoader(data, 2, shuffle=True))
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("shown", "terminal", "delay", "expected"),
+    [
+        (True, False, 3.0, True),
+        (False, True, 0.0, False),
+        (None, True, 0.0, True),
+        (None, True, 60.0, False),  # the call is over before
+        (None, False, 0.0, False),
+    ],
+)
+def test_when_it_is_shown(monkeypatch, shown, terminal, delay, expected):
+    stream = _Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(loaders, "DELAY", delay)
+    assert list(bar([1, 2, 3], "reading", shown=shown)) == [1, 2, 3]
+    assert ("reading" in stream.getvalue()) is expected
+
+
+def test_it_knows_its_total(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    list(bar([1, 2, 3], shown=True))
+    with bar(title="cells", shown=True, total=7) as cells:
+        cells.update(7)
+    assert "3/3" in stream.getvalue()
+    assert "7/7" in stream.getvalue()
+
+
+def test_what_it_runs_over_is_iterated_once():
+    class Loader:
+        started = 0
+
+        def __iter__(self):
+            self.started += 1
+            return iter([1, 2])
+
+    loader = Loader()
+    assert list(bar(loader, shown=False)) == [1, 2]
+    assert loader.started == 1
