@@ -52,9 +52,9 @@ TESTED_TOGETHER = {
     "debias/pool_news.py": "posterior/test_several.py",
     "debias/shared_eigen.py": "posterior/test_several.py",
     "debias/shared_folds.py": "posterior/test_several.py",
-    "kfac/sums.py": "posterior/test_several.py",
     # Thin bases and laplace-torch's products with them are one behaviour.
     "kfac/thin_kron.py": "kfac/test_thin.py",
+    "network/live_bytes.py": "kfac/test_budget.py",
     "network/model_check.py": "network/test_check.py",
     "network/products.py": "network/test_check.py",
     "network/verify.py": "network/test_check.py",

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace_debias.data.inputs import Batch
+from laplace_debias.data.inputs import Batch, Inputs, take
 from laplace_debias.data.pool import Pool, given_scores
 from laplace_debias.data.processes import counted, from_main, processes, together
 from laplace_debias.data.roles import TrainingData
-from laplace_debias.debias.drawn import N_GROUPS, DrawnFactor, DrawnRows
+from laplace_debias.debias.drawn import DrawnFactor
+from laplace_debias.debias.drawn_rows import N_GROUPS, DrawnRows
 from laplace_debias.debias.options import AutoOptions
 from laplace_debias.debias.pairs import (
     PairDraw,
     draw_pairs,
     pair_order,
     pair_vectors,
+    pairs_of_data,
 )
 from laplace_debias.debias.pool_moments import PoolMoments
 from laplace_debias.kfac.gradient_rows import gradient_rows
@@ -172,31 +175,52 @@ class Rounds:
         distinct = self.stale is None
         self.drawn.add(draw.probabilities, groups, share, growth, distinct=distinct)
         with together("its backward passes"):
-            for at, (X, y) in self.pool.fetch(draw.data):
-                vectors = partial(self._vectors, y=y, classes=draw.classes[at], numbers=first + at)
-                rows = gradient_rows(self.engine, X, vectors)
-                for factor in self.factors:
-                    weights = 1 / draw.probabilities[at]
-                    factor.add(rows[factor.key], weights, groups[at], at, first, len(draw))
+            for at, X, y in self._pieces(draw):
+                more = {"y": y, "classes": draw.classes[at], "numbers": first + at}
+                found = gradient_rows(self.engine, X, partial(self._vectors, **more))
+                for each, rows in zip(at, found, strict=True):
+                    weights = 1 / draw.probabilities[each]
+                    for factor in self.factors:
+                        factor.add(rows[factor.key], weights, groups[each], each, first, len(draw))
                 if self.bar is not None:
-                    self.bar.update(len(y))
+                    self.bar.update(at.numel())
         for factor in self.factors:
             factor.exchange()
             factor.close(share, growth, distinct=distinct)
 
+    def _pieces(self, draw: PairDraw) -> Iterator[tuple[Tensor, Inputs, Tensor]]:
+        """The same in pieces of what one pass may take; rows are kept of all layers at once."""
+        for at, (X, y) in self._fetched(draw):
+            most = len(y) if self.engine.chunk is None else max(1, self.engine.chunk // 2)
+            for start in range(0, len(y), most):
+                rows = slice(start, min(start + most, len(y)))
+                yield at[:, rows], take(X, rows, self.data.key_x), y[rows]
+
+    def _fetched(self, draw: PairDraw) -> Iterator[tuple[Tensor, Batch]]:
+        """Data with the numbers ``[k, n]`` of their k draws each, which share a forward pass."""
+        alike = pairs_of_data(draw.data)
+        firsts = torch.cat([part[:, 0] for part in alike])
+        starts = torch.tensor([0, *(len(part) for part in alike)]).cumsum(0)
+        for part, (X, y) in self.pool.fetch(draw.data[firsts]):  # ascending
+            cuts = torch.searchsorted(part, starts).tolist()
+            for draws, first, i, j in zip(alike, starts, cuts[:-1], cuts[1:], strict=False):
+                if i < j:
+                    rows = slice(i, j)
+                    yield draws[part[rows] - first].T, (take(X, rows, self.data.key_x), y[rows])
+
     def _vectors(self, f: Tensor, y: Tensor, classes: Tensor, numbers: Tensor) -> Tensor:
-        """Backward vectors of the pairs; with scores from training, classes are drawn now."""
+        """Backward vectors ``[k, n, C]``; with scores from training, classes are drawn now."""
         engine, seed = self.engine, self.engine.draw_seed
         if self.stale is None:
-            V = pair_vectors(f, classes.to(f.device), engine.likelihood)
+            V = torch.stack([pair_vectors(f, c.to(f.device), engine.likelihood) for c in classes])
         elif seed is None:
-            V = sampled_hessian_root(f, engine.likelihood, self.options.generator)[:, :, 0]
+            V = sampled_hessian_root(f, engine.likelihood, self.options.generator)[None, :, :, 0]
         else:  # the same for a draw, whichever process makes it
-            keys = datum_keys(numbers, len(numbers), seed)
+            keys = datum_keys(numbers[0], numbers.shape[1], seed)
             own = [torch.Generator(f.device).manual_seed(key) for key in keys]
             parts = zip(f.split(1), own, strict=True)
             V = torch.cat([sampled_hessian_root(x, engine.likelihood, g) for x, g in parts])
-            V = V[:, :, 0]
+            V = V[None, :, :, 0]
         V, weights = engine.objective.whitened(V), engine.datum_weights(y, f.shape[1])
         return V if weights is None else V * weights.to(V).sqrt()[:, None]
 

@@ -41,9 +41,10 @@ UPGRADES: dict[int, Callable[[State], State]] = {
     1: _listed_parameters,
     2: _unit_logit_temperature,
     3: _unknown_objective,
+    4: dict,  # bases may be thin since; full ones are read as they are
 }
 """What brings a state of each earlier format to the next one."""
-FORMAT = 4
+FORMAT = 5
 KEYS = (
     "cls_name", "debias", "likelihood", "parameters", "last_layer_name", "eigenvectors",
     "eigenvalues_biased", "eigenvalues", "curvatures", "mean", "loss", "prior_mean",
@@ -118,7 +119,7 @@ def load_state(la: Any, state: State, take_over: Callable[[FitResult], None]) ->
         >>> load_state(la, {"format": 9}, print)
         Traceback (most recent call last):
         ...
-        ValueError: Expected a state of format 1 to 4, got 9. Remedy: update laplace_debias, ...
+        ValueError: Expected a state of format 1 to 5, got 9. Remedy: update laplace_debias, ...
     """
     state = _upgraded(state)
     expected = {
