@@ -30,7 +30,6 @@ from laplace_debias.network.upstream import (
     feature_extractor,
     row_keys,
 )
-from laplace_debias.predictive.choice import N_TOP, cheapest_method
 from laplace_debias.predictive.eigenblocks import (
     EigenBlock,
     PriorPrecisions,
@@ -42,7 +41,12 @@ from laplace_debias.predictive.eigenblocks import (
 from laplace_debias.predictive.last_layer import last_layer_moments
 from laplace_debias.predictive.layer_jacobians import LayerJacobians
 from laplace_debias.predictive.output_gradients import top_classes
-from laplace_debias.predictive.predictions import DEFAULT_MEMORY_BUDGET, check_method
+from laplace_debias.predictive.predictions import (
+    DEFAULT_MEMORY_BUDGET,
+    N_TOP,
+    cheapest_method,
+    check_method,
+)
 from laplace_debias.predictive.prior_nodes import N_NODES, prior_nodes
 from laplace_debias.predictive.sample_nodes import sample_nodes
 from laplace_debias.predictive.weight_samples import WeightSampler
@@ -208,7 +212,7 @@ class StructuredPredictor:
         return self._result(f, moments, "top")
 
     def chosen_method(self, x: Inputs, n_samples: int, diagonal_output: bool) -> str:
-        """The way that ``method="auto"`` takes (:mod:`laplace_debias.predictive.choice`).
+        """The way that ``method="auto"`` takes (:func:`~laplace_debias.predictive.predictions.cheapest_method`).
 
         A last layer's closed form is always exact: it needs no pass at all.
         """
