@@ -18,9 +18,9 @@ import warnings
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from laplace_debias.data.processes import processes
+from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.certificate import (
     EigenFactors,
@@ -51,7 +51,7 @@ def fit_auto(
     ridges: Tensor,
     *,
     correct: bool = True,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
 ) -> FitResult:
     """Fit to a tolerance, or with a given number of backward passes.
 
@@ -61,7 +61,7 @@ def fit_auto(
         options: Tolerance and budgets.
         ridges: Prior precision over the Hessian factor of each block, ``[n_blocks]``.
         correct: Whether to correct eigenvalues for the inverse.
-        progress_bar: Whether to show one, advanced by backward passes.
+        progress_bar: Whether to show one, advanced by passes, forward and backward.
 
     Returns:
         The fit with its report.
@@ -86,8 +86,8 @@ def fit_auto(
             f"Expected one process with debias='auto', got {group.size}. Remedy: fit in one of "
             "them and share its state, or use debias=True or 'single', which sum over processes."
         )
-    with tqdm(disable=not progress_bar, unit="pass", desc="[K-FAC: pairs]") as bar:
-        rounds = Rounds(engine, data, options, bar)
+    with bar(shown=progress_bar, total=0, unit="pass") as shown:
+        rounds = Rounds(engine, data, options, shown)
         return _Fit(rounds, ridges.double(), correct).fit()
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from laplace_debias.data.pool import Pool
 from laplace_debias.data.roles import TrainingData
@@ -38,7 +38,7 @@ class Rounds:
         engine: Makes the passes, and counts them.
         data: The loader and N.
         options: Budgets, scores from training, and the source of the draws.
-        bar: Shows backward passes.
+        bar: Shows passes, forward and backward; each round adds its own to the total.
 
     Attributes:
         pool: The data read so far.
@@ -105,8 +105,11 @@ class Rounds:
         size = self.options.pool_size(n_passes)
         if self.stale is not None and self.options.n_pool is None:
             size = STALE_POOL
+        self._expect("scores", min(size, self.data.n_data) - self.pool.size)
         for X, y in self.pool.grow(size):
             self.moments.add(X, y)
+            if self.bar is not None:
+                self.bar.update(len(y))
         self.data.check_seen({"pool": self.pool.size}, disjoint=True)
         self.pool.ended = self.pool.ended or self.pool.size >= self.data.n_data
         if not self.factors:
@@ -146,6 +149,7 @@ class Rounds:
         first = len(self.drawn.weights)
         distinct = self.stale is None
         self.drawn.add(draw.probabilities, groups, share, growth, distinct=distinct)
+        self._expect("pairs", len(draw))
         for at, (X, y) in self.pool.fetch(draw.data):
             vectors = partial(self._vectors, y=y, classes=draw.classes[at])
             rows = gradient_rows(self.engine, X, vectors)
@@ -161,6 +165,12 @@ class Rounds:
                 self.bar.update(len(y))
         for factor in self.factors:
             factor.close(share, growth, distinct=distinct)
+
+    def _expect(self, phase: str, n_passes: int) -> None:
+        """Tell the progress bar how many passes come next."""
+        if self.bar is not None and n_passes > 0:
+            self.bar.total = (self.bar.total or 0) + n_passes
+            self.bar.set_description(f"[K-FAC: {phase}]", refresh=False)
 
     def _vectors(self, f: Tensor, y: Tensor, classes: Tensor) -> Tensor:
         """Backward vectors of the pairs; with scores from training, classes are drawn now."""

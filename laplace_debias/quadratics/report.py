@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from laplace_debias.data.chunks import Chunk, gather, partition
+from laplace_debias.data.progress import bar
 from laplace_debias.debias.expected_bias import ExpectedBias
 from laplace_debias.quadratics.directions import top_eigenvectors
 from laplace_debias.quadratics.expected import expected_by_size
@@ -180,7 +180,7 @@ def curvature_bias_report(
     per_layer: bool = False,
     folder: str | Path | None = None,
     data_id: str | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     **quadratic_options: Any,
 ) -> CurvatureBiasReport:
     """Diagnose the curvature bias of a model in one call.
@@ -201,7 +201,7 @@ def curvature_bias_report(
         folder: Keeps finished draws, and the same call resumes from there.
         data_id: Stands for the data in the folder, which are then not compared. Change it when
             they change.
-        progress_bar: Show one.
+        progress_bar: Show a progress bar; by default on a terminal, if it takes some seconds.
         **quadratic_options: ``curvature``, ``l2``, ``regularize_biases``, ``chunk_size`` (default
             512) and ``max_columns`` of :class:`Quadratic`.
 
@@ -251,12 +251,12 @@ def curvature_bias_report(
         }
 
     curvatures: dict[str, list[Tensor]] = {name: [] for name in names}
-    with tqdm(total=len(batch_sizes) * draws, disable=not progress_bar, desc="bias") as bar:
+    with bar(title="bias", total=len(batch_sizes) * draws, shown=progress_bar) as shown:
         for size, draw in itertools.product(batch_sizes, range(draws)):
             measured = study.get(f"size {size} draw {draw}", partial(measure, size, draw))
             for name in names:
                 curvatures[name].append(measured[name])
-            bar.update()
+            shown.update()
     shape = (len(batch_sizes), draws, -1)
     return CurvatureBiasReport(
         curvature=options.get("curvature", "ggn"),

@@ -1,6 +1,7 @@
 """One page for your own model, with a recommendation; needs the extra ``plots``."""
 
+from laplace_debias.reporting.predictions import Predicted, predict
 from laplace_debias.reporting.recommend import Recommendation, recommend
 from laplace_debias.reporting.report import Report, report
 
-__all__ = ["Recommendation", "Report", "recommend", "report"]
+__all__ = ["Predicted", "Recommendation", "Report", "predict", "recommend", "report"]

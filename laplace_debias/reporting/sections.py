@@ -45,6 +45,7 @@ class Report:
         tuning: The sweep behind the chosen prior precision.
         predicted: Predictions of the test data, by name: ``"plain"`` and the shown posterior.
         shifted: Predictions out of distribution, by name; empty without an ``ood_loader``.
+        note: What was left out, and why; empty if nothing was.
     """
 
     path: Path
@@ -56,6 +57,7 @@ class Report:
     tuning: TuningResult
     predicted: dict[str, Predicted]
     shifted: dict[str, Predicted]
+    note: str = ""
 
 
 def written(
@@ -150,7 +152,7 @@ def _methods(found: Report, n_draws: int, val_given: bool) -> str:
         "backward passes and seconds of a fit."
     )
     head = ["method", "prior", *columns, "backward", "seconds"]
-    parts = [text, table(head, rows, chosen)]
+    parts = [text, found.note, table(head, rows, chosen)]
     drawn = any(m not in FITTED_ONCE for m in result.methods)
     if drawn:
         shown = [name for name in ("nll", "ece", "crps") if name in result.metrics][:2]
