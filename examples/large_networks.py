@@ -1,7 +1,7 @@
-"""The paper's large networks, WRN-40-4 and ResNet-50, built from torch's global seed.
+"""The paper's large networks, WRN-40-4, ResNet-50 and a ViT, built from torch's global seed.
 
-Images are ``[N, 3, height, width]``, logits ``[N, n_classes]``. BatchNorm's parameters are
-trainable.
+Images are ``[N, 3, height, width]``, logits ``[N, n_classes]``. Scales and shifts of normalisations
+are trainable.
 """
 
 from __future__ import annotations
@@ -132,6 +132,77 @@ def resnet50(
             channels = 4 * width * 2**stage
     head = nn.Linear(channels, n_classes)
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+
+
+class TransformerBlock(nn.Module):
+    """Self-attention and a perceptron, each after a LayerNorm and beside a shortcut.
+
+    Args:
+        width: Of the tokens ``[N, T, width]``.
+        heads: Number of attention heads.
+
+    Examples:
+        >>> TransformerBlock(8, 2)(torch.zeros(3, 5, 8)).shape
+        torch.Size([3, 5, 8])
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        """See the class."""
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.perceptron = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the block."""
+        N, T, d = x.shape
+        parts = self.qkv(self.norm1(x)).reshape(N, T, 3, self.heads, d // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)  # [N, heads, T, d / heads] each
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = x + self.out(mixed.transpose(1, 2).reshape(N, T, d))
+        return x + self.perceptron(self.norm2(x))
+
+
+class VisionTransformer(nn.Module):
+    """A ViT (Dosovitskiy et al., 2021) that averages its tokens; by default 320 wide, 14 deep.
+
+    Args:
+        n_classes: Number of classes C.
+        size: Height and width of the images in pixels.
+        width: Of the tokens.
+        depth: Number of blocks.
+        patch: Height and width of a patch, one token each.
+        heads: Number of attention heads.
+
+    Examples:
+        >>> VisionTransformer(10, 32, 8, 1, heads=2)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        n_classes: int = 1000,
+        size: int = 256,
+        width: int = 320,
+        depth: int = 14,
+        patch: int = 16,
+        heads: int = 5,
+    ) -> None:
+        """See the class."""
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        positions = 0.02 * torch.randn(1, (size // patch) ** 2, width)
+        self.register_buffer("positions", positions)  # fixed, so that no posterior needs them
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, n_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``[N, C]`` of images."""
+        tokens = self.patches(x).flatten(2).transpose(1, 2) + self.positions
+        return self.head(self.norm(self.blocks(tokens)).mean(1))
 
 
 @torch.no_grad()

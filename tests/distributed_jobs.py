@@ -11,8 +11,10 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from laplace_debias import Laplace, evaluate, sweep_prior_precision
+from laplace_debias.debias.pairs import draw_pairs
+from laplace_debias.debias.sampling import draw_weighted
 from laplace_debias.storage.fingerprints import tensors_hash
 from tests import cases
 
@@ -27,11 +31,28 @@ N = 500
 GRID = [0.5, 5.0, 50.0]
 SHARES = {2: (22, 18), 3: (25, 15, 0)}  # data per mini-batch and rank; the last share may be empty
 CASES = {"mlp": cases.MLP, "regression": cases.MLP_REGRESSION, "cnn": cases.CNN}
+METHODS = {
+    "single": {"debias": "single"},
+    "two-batch": {"debias": "two-batch"},
+    "crossfit": {"debias": "crossfit"},
+    "crossfit more": {"debias": "crossfit", "n_curvature": 45, "n_input": 70},
+    "crossfit curvature": {
+        "debias": "crossfit", "sampling": "curvature", "n_curvature": 20, "n_input": 50,
+        "n_pool": 75,
+    },
+    "crossfit scores": {
+        "debias": "crossfit", "sampling": "curvature", "n_curvature": 20, "n_input": 50,
+    },
+    "auto": {"debias": "auto", "tolerance": 0.005},
+    "auto passes": {"debias": "auto", "tolerance": None, "n_passes": 64},
+}  # fmt: skip
 FITS = {
     f"{method} {name} {subset}": (method, name, subset)
-    for method in ("single", "two-batch", "crossfit")
+    for method in METHODS
     for name, subset in (("mlp", "all"), ("cnn", "all"), ("mlp", "last_layer"))
-} | {"two-batch regression all": ("two-batch", "regression", "all")}
+    if method in ("single", "two-batch", "crossfit", "auto passes") or name == "mlp"
+} | {f"{method} regression all": (method, "regression", "all") for method in ("two-batch", "auto")}
+EVALUATED = ("two-batch mlp all", "two-batch regression all", "single mlp last_layer")
 TIMEOUT = 20.0
 
 
@@ -45,32 +66,38 @@ def batches(case, sizes, rank):
     return [(X[part], y[part]) for part in parts] if n else []
 
 
-def summary(la, case, sizes, rank):
+def summary(la, case, sizes, rank, evaluated):
     """A posterior as numbers, some of them by everybody together."""
-    X, y = case.data(30, 5)
-    share = (X, y)
-    if rank is not None:
-        rows = slice(*(sum(sizes[:k]) * 30 // 40 for k in (rank, rank + 1)))
-        share = (X[rows], y[rows]) if len(X[rows]) else []
     fitted = la._fitted
     tensors = [t for part in (fitted.Q, fitted.lam, fitted.lam_tilde) for b in part for t in b]
-    variance = la.output_moments(X[:4])[1]  # at a prior precision of one, which is well posed
-    report = evaluate(la, share)
-    sweep = sweep_prior_precision(la, share, GRID, metrics=list(sweep_metrics(case)))
-    la.optimize_prior_precision(method="gridsearch", val_loader=share, grid_size=5)
     found = {
         "H": la.H.to_matrix(),
         "loss": la.loss,
         "n_data": la.n_data,
         "passes": (la.fit_cost.forward, la.fit_cost.backward),
-        "variance": variance,
+        "reason": la.fit_report.reason,
+        "variance": la.output_moments(case.data(4, 5)[0])[1],
+        "bits": tensors_hash([*tensors, la.loss]),
+    }
+    return found | (evaluation(la, case, sizes, rank) if evaluated else {})
+
+
+def evaluation(la, case, sizes, rank):
+    """Numbers that all processes reduce, each of its share of the data."""
+    X, y = case.data(30, 5)
+    share = (X, y)
+    if rank is not None:
+        rows = slice(*(sum(sizes[:k]) * 30 // 40 for k in (rank, rank + 1)))
+        share = (X[rows], y[rows]) if len(X[rows]) else []
+    report = evaluate(la, share)
+    sweep = sweep_prior_precision(la, share, GRID, metrics=list(sweep_metrics(case)))
+    la.optimize_prior_precision(method="gridsearch", val_loader=share, grid_size=5)
+    return {
         "report": {k: v for k, v in vars(report).items() if isinstance(v, (int, float))},
         "sweep": sweep.values,
         "n_sweep": sweep.n_data,
         "prior": la.prior_precision,
-        "bits": tensors_hash([*tensors, la.loss]),
     }
-    return found
 
 
 def sweep_metrics(case):
@@ -80,10 +107,50 @@ def sweep_metrics(case):
 def fit(name, rank=None, sizes=()):
     """One of the fits, of a share or of everything."""
     method, case_name, subset = FITS[name]
-    case = CASES[case_name]
-    la = Laplace(case.model(), case.likelihood, subset, "kron", debias=method)
-    la.fit(batches(case, sizes, rank), n_data=N)
-    return summary(la, case, sizes, rank)
+    case, options = CASES[case_name], dict(METHODS[method])
+    data = batches(case, sizes, rank)
+    if method in ("crossfit curvature", "crossfit scores"):
+        data = by_position(case, sizes, rank)
+    if "scores" in method:
+        options["scores"] = case.data(80)[0].flatten(1).abs().sum(1)
+    la = Laplace(case.model(), case.likelihood, subset, "kron", generator=seeded(rank), **options)
+    with warnings.catch_warnings(record=True) as caught, same_draws():
+        warnings.simplefilter("always")
+        la.fit(data, n_data=N)
+    return summary(la, case, sizes, rank, name in EVALUATED) | {"warnings": len(caught)}
+
+
+def seeded(rank):
+    """A generator by which one process draws what several do; those differ in theirs."""
+    generator = torch.Generator().manual_seed(3 if not rank else 100 + rank)
+    if rank is None:  # what rank 0 draws for all
+        generator.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+    return generator
+
+
+def by_position(case, sizes, rank):
+    """The same mini-batches from a dataset, whose data can be fetched again by position."""
+    start, n = (0, 40) if rank is None else (sum(sizes[:rank]), sizes[rank])
+    own = [at + start + i for at in (0, 40) for i in range(n)]
+    return DataLoader(TensorDataset(*case.data(80)), max(n, 1), sampler=own)
+
+
+@contextmanager
+def same_draws():
+    """Draws by score with offsets of their own: loaders take numbers from a generator as well."""
+
+    def draw(*args, generator, **kwargs):
+        return draw_weighted(*args, generator=torch.Generator().manual_seed(7), **kwargs)
+
+    def pairs(scores, m, order, generator=None):
+        return draw_pairs(scores, m, order, torch.Generator().manual_seed(m))
+
+    with (
+        mock.patch("laplace_debias.debias.crossfit.draw_weighted", draw),
+        mock.patch("laplace_debias.debias.shared_folds.draw_weighted", draw),
+        mock.patch("laplace_debias.debias.rounds.draw_pairs", pairs),
+    ):
+        yield
 
 
 def sampled(rank=None, sizes=()):
@@ -94,6 +161,17 @@ def sampled(rank=None, sizes=()):
         case.model(), case.likelihood, "all", "kron", debias=True, fisher="mc", generator=generator
     )
     la.fit(batches(case, sizes, rank), n_data=N)
+    return {"H": la.H.to_matrix()}
+
+
+def stale(rank=None, sizes=()):
+    """An automatic fit that draws by scores from training: vectors are keyed by the draw."""
+    case, generator = cases.MLP, torch.Generator().manual_seed(3 if not rank else 100 + rank)
+    la = Laplace(
+        case.model(), case.likelihood, "all", "kron", debias="auto", tolerance=None, n_passes=64,
+        scores=case.data(80)[0].flatten(1).abs().sum(1), generator=generator,
+    )  # fmt: skip
+    la.fit(by_position(case, sizes, rank), n_data=N)
     return {"H": la.H.to_matrix()}
 
 
@@ -166,9 +244,6 @@ def failing(rank, sizes):
     found["weights"] = message_of(lambda: la.fit(batches(case, sizes, rank), n_data=N))
     la = Laplace(case.model(), case.likelihood, "all", "kron", debias="single")
     found["n_data"] = message_of(lambda: la.fit(batches(case, sizes, rank), n_data=N + rank))
-    options = {"debias": "crossfit", "sampling": "curvature"}
-    la = Laplace(case.model(), case.likelihood, "all", "kron", **options)
-    found["sampling"] = message_of(lambda: la.fit(batches(case, sizes, rank), n_data=N))
     return found
 
 
@@ -194,7 +269,7 @@ def started(size, folder):
         subprocess.Popen([*command, str(rank), str(size), str(folder)], env=env)
         for rank in range(size)
     ]
-    codes = [process.wait(timeout=120) for process in running]
+    codes = [process.wait(timeout=400) for process in running]
     results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(size)]
     return codes, results
 
@@ -212,6 +287,7 @@ def main(rank, size, folder):
     sizes, path = SHARES[size], Path(folder) / f"{rank}.pt"
     found = {name: fit(name, rank, sizes) for name in FITS}
     found["sampled"] = sampled(rank, sizes)
+    found["stale"] = stale(rank, sizes)
     found["dealt out"] = dealt_out(rank, size)
     found["in order"] = in_order(rank, sizes)
     found["failing"] = failing(rank, sizes)

@@ -44,7 +44,9 @@ WITHOUT_REMEDY = {
 # The check of a model is one behaviour, seen from the outside; its parts are asked through it.
 TESTED_TOGETHER = {
     # Several processes are started once, and asked through fits.
+    "data/map_style.py": "data/test_pool.py",
     "data/processes.py": "posterior/test_several.py",
+    "debias/pool_news.py": "posterior/test_several.py",
     "debias/shared_folds.py": "posterior/test_several.py",
     "kfac/sums.py": "posterior/test_several.py",
     # Thin bases and laplace-torch's products with them are one behaviour.

@@ -7,95 +7,17 @@ reservoirs hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from laplace_debias.data.inputs import Batch, Inputs, Keys, concatenate, datum_shapes, take
+from laplace_debias.data.map_style import MapStyle, is_map_style
+from laplace_debias.data.processes import processes, together
 from laplace_debias.data.roles import TrainingData
 
-__all__ = ["MapStyle", "Pool", "is_map_style", "segments"]
-
-
-def is_map_style(loader: Iterable[Any]) -> bool:
-    """Whether drawn data can be fetched again by their position in a dataset.
-
-    Args:
-        loader: A loader, or any iterable of mini-batches.
-
-    Returns:
-        ``True`` for a ``DataLoader`` over a map-style dataset that makes mini-batches itself.
-
-    Example:
-        >>> is_map_style(DataLoader(range(4), batch_size=2)), is_map_style([])
-        (True, False)
-    """
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and loader.batch_sampler is not None
-    )
-
-
-class MapStyle:
-    """One epoch's order of a map-style loader, readable by position.
-
-    Args:
-        loader: A ``DataLoader`` over a map-style dataset. Its sampler is asked for one epoch, so a
-            shuffled loader gives a random pool and a sampler over a subset stays within it.
-        limit: How many data the pool holds at most.
-        generator: Seeds the workers that read, if any; the global one by default.
-
-    Example:
-        >>> pool = MapStyle(DataLoader(range(10), batch_size=4), limit=6)
-        >>> len(pool), [batch.tolist() for batch in pool.read()]
-        (6, [[0, 1, 2, 3], [4, 5]])
-    """
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        limit: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        self.loader, self.generator = loader, generator
-        self.positions: list[Any] = []  # whatever the sampler yields and the dataset takes
-        self.batch_size = 0
-        for batch in loader.batch_sampler or ():
-            self.batch_size = self.batch_size or len(batch)
-            self.positions += batch
-            if limit is not None and len(self.positions) >= limit:
-                self.positions = self.positions[:limit]
-                break
-
-    def __len__(self) -> int:
-        """Number of data in the pool."""
-        return len(self.positions)
-
-    def read(self, rows: Sequence[int] | None = None, at_once: int = 1) -> Iterator[Any]:
-        """Read mini-batches of some rows of the pool, or of all, as the loader would.
-
-        Args:
-            rows: Rows of the pool, in the order wanted.
-            at_once: How many mini-batches of the loader make one.
-
-        Returns:
-            An iterator over mini-batches.
-        """
-        positions = self.positions if rows is None else [self.positions[i] for i in rows]
-        return iter(
-            DataLoader(
-                Subset(self.loader.dataset, positions),
-                batch_size=at_once * self.batch_size,
-                num_workers=self.loader.num_workers,
-                collate_fn=self.loader.collate_fn,
-                pin_memory=self.loader.pin_memory,
-                generator=self.generator,
-            )
-        )
+__all__ = ["Pool", "segments"]
 
 
 def segments(
@@ -134,12 +56,18 @@ class Pool:
     A map-style loader is asked for its order, and data are read again by position. A stream can be
     read but once: its data are kept.
 
+    Several processes have one pool: the k-th mini-batches of all of them, in the order of ranks,
+    are its k-th. Each reads, keeps and fetches its own data; numbers and sizes are those of all.
+
     Args:
         data: The loader and how to read it.
         generator: Seeds the workers of a map-style loader, if any.
+        keeps: Whether data of a stream are to be fetched again.
 
     Attributes:
-        size: Number of data read so far.
+        size: Number of data read so far, by all processes.
+        n_read: Number of data that this one of several has read.
+        first_size: Size of the first mini-batch of several processes together.
         ended: Whether there are no more.
 
     Example:
@@ -151,12 +79,35 @@ class Pool:
         [([0, 1], 2)]
     """
 
-    def __init__(self, data: TrainingData, generator: torch.Generator | None = None) -> None:
-        self.data, self.size, self.ended = data, 0, False
+    def __init__(
+        self,
+        data: TrainingData,
+        generator: torch.Generator | None = None,
+        *,
+        keeps: bool = True,
+    ) -> None:
+        self.data, self.size, self.ended, self.keeps = data, 0, False, keeps
+        self.first_size, self._group = 0, processes()
+        if self._group is not None and generator is not None:
+            # how often workers are seeded differs between processes, what is drawn must not
+            generator = torch.Generator().manual_seed(generator.initial_seed())
         self.map = MapStyle(data.loader, None, generator) if is_map_style(data.loader) else None
-        self._stream = iter(data.read()) if self.map is None else None
+        if self.map is None:
+            self._stream: Iterator[Batch] | None = iter(data.read())
+        elif self._group is None:
+            self._stream = None
+        else:  # mini-batch by mini-batch, as the others
+            self._stream = iter(data.read(self.map.read())) if len(self.map) else iter(())
         self._kept: list[Batch] = []
         self._starts: list[int] = []
+        self._own: list[Tensor] = []  # numbers of own data, of a map-style loader all of them
+        self.n_read = 0
+        self._numbered = False
+        if self._group is not None:
+            size = None if self.map is None else (len(self.map), self.map.batch_size)
+            sizes = self._group.gather(size)
+            if None not in sizes:  # all can be numbered before they are read
+                self._own, self._numbered = [self._numbers(sizes)], True
 
     def grow(self, size: int) -> Iterator[Batch]:
         """Read on until the pool has at least so many data, or there are no more.
@@ -184,8 +135,59 @@ class Pool:
             self.size += len(batch[1])
             yield batch
 
+    def _numbers(self, all_sizes: list[tuple[int, int]]) -> Tensor:
+        """Numbers of a map-style loader's data, if the mini-batches of all processes take turns."""
+        assert self._group is not None
+        sizes = [[min(b, n - at) for at in range(0, n, max(b, 1))] for n, b in all_sizes]
+        own, start = [torch.zeros(0, dtype=torch.long)], 0
+        for turn in range(max(map(len, sizes))):
+            for rank, parts in enumerate(sizes):
+                m = parts[turn] if turn < len(parts) else 0
+                if rank == self._group.rank:
+                    own.append(torch.arange(start, start + m))
+                start += m
+        return torch.cat(own)
+
+    def own(self) -> Tensor:
+        """Numbers of this process's data, ascending, of which the first ``n_read`` were read."""
+        if self._group is None:
+            return torch.arange(self.size)
+        self._own = [torch.cat([torch.zeros(0, dtype=torch.long), *self._own])]
+        return self._own[0]
+
+    def grow_together(self, size: int, use: Callable[[int, Batch], None], work: str) -> None:
+        """Read on, as :meth:`grow` does, in step with all other processes.
+
+        Mini-batches are taken as a whole.
+
+        Args:
+            size: Number of data of all processes.
+            use: Called with every new mini-batch of this one, and the number of its first datum;
+                what it raises, all raise.
+            work: What that is, for messages.
+        """
+        assert self._group is not None and self._stream is not None
+        while self.size < size and not self.ended:
+            with together("reading its data"):
+                batch = next(self._stream, None)
+            n = 0 if batch is None else len(batch[1])
+            sizes = self._group.gather(n)
+            start = self.size + sum(sizes[: self._group.rank])
+            self.first_size = self.first_size or sum(sizes)
+            if batch is not None and self.map is None and self.keeps:
+                self._starts.append(self.n_read)
+                self._kept.append(batch)
+            if not self._numbered:
+                self._own.append(torch.arange(start, start + n))
+            self.n_read += n
+            self.size += sum(sizes)
+            self.ended = sum(sizes) == 0
+            with together(work):
+                if batch is not None:
+                    use(start, batch)
+
     def fetch(self, rows: Tensor) -> Iterator[tuple[Tensor, Batch]]:
-        """Read data of the pool again.
+        """Read data of the pool again; of several processes each reads its own.
 
         Args:
             rows: Their numbers ``[m]``; one may occur several times.
@@ -193,6 +195,20 @@ class Pool:
         Yields:
             Which of the ``rows`` a mini-batch holds, and the mini-batch.
         """
+        if self._group is None:
+            yield from self._fetch(rows)
+            return
+        rows, own = rows.cpu(), self.own()
+        if not len(own):
+            return
+        at = torch.searchsorted(own, rows).clamp(max=len(own) - 1)
+        mine = (own[at] == rows).nonzero().squeeze(1)
+        if len(mine):
+            for part, batch in self._fetch(at[mine]):
+                yield mine[part], batch
+
+    def _fetch(self, rows: Tensor) -> Iterator[tuple[Tensor, Batch]]:
+        """Read data of this process again, by their numbers among these."""
         if self.map is not None:
             start = 0
             for X, y in self.data.read(self.map.read(rows.tolist())):

@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Processes", "counted", "is_main", "processes", "together", "total"]
+__all__ = ["Processes", "counted", "from_main", "is_main", "processes", "together", "total"]
 
 _FINE, _RAISED = 0, 1
+T = TypeVar("T")
 
 
 @dataclass
@@ -249,6 +250,23 @@ def total(count: int) -> int:
     """
     group = processes()
     return count if group is None else sum(group.gather(count))
+
+
+def from_main(value: T) -> T:
+    """What rank 0 has decided or drawn, in every process.
+
+    Args:
+        value: Anything that can be pickled; that of rank 0 counts.
+
+    Example:
+        >>> from_main(3)
+        3
+    """
+    group = processes()
+    if group is None:
+        return value
+    found: T = group.gather(value if group.rank == 0 else None)[0]
+    return found
 
 
 def counted(n_data: int) -> int:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import time
 import warnings
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from laplace_debias.data.processes import processes
+from laplace_debias.data.processes import from_main, is_main, processes, total
 from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.certificate import (
@@ -31,7 +32,7 @@ from laplace_debias.debias.certificate import (
     probe_gradients,
 )
 from laplace_debias.debias.drawn import N_GROUPS, corrected_block
-from laplace_debias.debias.eigen import eigh_float64
+from laplace_debias.debias.eigen import eigh_float64, eigh_shared
 from laplace_debias.debias.options import AutoOptions
 from laplace_debias.debias.rounds import Rounds
 from laplace_debias.debias.spectrum import FitResult
@@ -80,12 +81,9 @@ def fit_auto(
         (32, 48, 16)
     """
     _check_blocks(engine)
-    group = processes()
-    if group is not None and group.size > 1:
-        raise ValueError(
-            f"Expected one process with debias='auto', got {group.size}. Remedy: fit in one of "
-            "them and share its state, or use debias=True or 'single', which sum over processes."
-        )
+    if engine.draw_seed is not None:  # processes draw alike
+        generator = torch.Generator().manual_seed(engine.draw_seed)
+        options = replace(options, generator=generator)
     with bar(shown=progress_bar, total=0, unit="pass") as shown:
         rounds = Rounds(engine, data, options, shown)
         return _Fit(rounds, ridges.double(), correct).fit()
@@ -108,14 +106,14 @@ class _Fit:
     def __init__(self, rounds: Rounds, ridges: Tensor, correct: bool) -> None:
         self.rounds, self.ridges, self.correct = rounds, ridges, correct
         self.engine, self.options = rounds.engine, rounds.options
-        self.began, self.start = time.perf_counter(), self.engine.cost.backward
+        self.began = time.perf_counter()
         self.probes: list[Tensor] | None = None
         self._rotated: tuple[object, list[Tensor]] | None = None
 
     @property
     def spent(self) -> int:
         """Backward passes so far."""
-        return self.engine.cost.backward - self.start
+        return self.rounds.n_drawn
 
     @property
     def exact(self) -> bool:
@@ -143,8 +141,8 @@ class _Fit:
                         break
                     self.rounds.draw(rest)  # a round takes each datum once at most
             blocks = self.blocks()
-            distance, error = self.certificate(blocks)
-            reason = self._reason(distance, time.perf_counter() - begin)
+            distance, error = from_main(self.certificate(blocks))
+            reason = from_main(self._reason(distance, time.perf_counter() - begin))
             if reason:
                 return self._result(blocks, distance, error, reason)
             m = self._passes(self.spent)
@@ -173,7 +171,7 @@ class _Fit:
         elif rounds.exhausted:
             n, N = rounds.pool.size, rounds.data.n_data
             short = f"the loader ended after {n} of {N} data, and all of their pairs are used"
-        if short:
+        if short and is_main():
             warnings.warn(
                 f"The fit stops at an estimated distance of {distance:.3f} to the full-batch "
                 f"posterior, above its tolerance of {options.tolerance:g}: {short}.",
@@ -186,9 +184,13 @@ class _Fit:
         rounds, moments = self.rounds, self.rounds.moments
         N, n = rounds.data.n_data, rounds.pool.size
         with self.engine.cost.stage("decompositions"):
+            pairs = eigh_shared(
+                [factor.estimate(groups, rounds.scale) for factor in rounds.factors],
+                ["B"] * len(rounds.factors),
+            )
             spectra = {
-                factor.key: factor.spectrum(rounds.drawn, groups, rounds.scale)
-                for factor in rounds.factors
+                factor.key: factor.spectrum(rounds.drawn, groups, rounds.scale, pair)
+                for factor, pair in zip(rounds.factors, pairs, strict=True)
             }
             A, output, found = moments.decomposed(), None, []
             for i, p in enumerate(self.engine.owned):
@@ -252,7 +254,10 @@ class _Fit:
         Q = [[b.Q_B] if b.Q_A is None else [b.Q_B, b.Q_A] for b in blocks]
         lam = [[b.lam_B] if b.lam_A is None else [b.lam_B, b.lam_A] for b in blocks]
         n_probes = 0 if self.probes is None else len(self.probes[0])
-        counts = (self.spent, cost.forward, n_probes, N, n, dict(cost.seconds))
+        counts = (self.spent, total(cost.forward), n_probes, N, n, dict(cost.seconds))
+        group = processes()
+        if group is not None:  # the same bits, whatever the machines
+            lam = [[group.broadcast_(v.contiguous(), 0) for v in block] for block in lam]
         return FitResult(
             [[Q_f.to(dtype) for Q_f in block] for block in Q],
             lam,

@@ -13,7 +13,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from laplace_debias.data.inputs import Batch, concatenate, datum_shapes, take
-from laplace_debias.data.pool import MapStyle, is_map_style, segments
+from laplace_debias.data.map_style import MapStyle, is_map_style
+from laplace_debias.data.pool import segments
 from laplace_debias.data.processes import processes
 from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import TrainingData, warn_if_sequential
@@ -22,7 +23,7 @@ from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.options import CrossfitOptions, even_parts
 from laplace_debias.debias.pool_pass import PoolPass
 from laplace_debias.debias.reservoirs import Reservoirs
-from laplace_debias.debias.sampling import WeightedDraw, curvature_order, draw_weighted
+from laplace_debias.debias.sampling import curvature_order, distinct, draw_weighted
 from laplace_debias.debias.shared_folds import fit_shared_folds
 from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.kfac.engine import Engine
@@ -65,8 +66,7 @@ def fit_crossfit(
         (16, 0)
     """
     warn_if_sequential(data.loader)
-    group = processes()
-    if group is not None and group.size > 1:
+    if processes() is not None:
         return fit_shared_folds(engine, data, options, progress_bar=progress_bar)
     with bar(shown=progress_bar, total=0, unit="datum") as shown:
         run = _Run(engine, data, options, shown)
@@ -192,7 +192,7 @@ class _Run:
         M = options.n_curvature if asked is not None else min(options.n_curvature, len(pool))
         for m in even_parts(M, options.n_folds):
             draw = draw_weighted(scores, m, order=order, generator=options.generator)
-            rows, weights = _distinct(draw)
+            rows, weights = distinct(draw)
             parts, start = [], 0
             for X, y in self.read("draws", pool.read(rows), len(rows)):
                 w = weights[start : start + len(y)]
@@ -250,10 +250,3 @@ class _Run:
             f"mini-batch each), got {got} from the loader. Remedy: pass a loader with more "
             "mini-batches, a smaller `n_curvature`, `n_input` or `n_folds`."
         )
-
-
-def _distinct(draw: WeightedDraw) -> tuple[list[int], Tensor]:
-    """Each datum once, with the sum of its weights: no backward pass is made twice."""
-    rows, where = draw.indices.unique(return_inverse=True)
-    weights = torch.zeros(len(rows), dtype=draw.weights.dtype, device=draw.weights.device)
-    return rows.tolist(), weights.index_add(0, where, draw.weights)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from laplace_debias.data.processes import processes
 from laplace_debias.debias.certificate import EigenFactors
 from laplace_debias.debias.eigen import eigh_float64
 from laplace_debias.debias.inverse import inverse_inflation, null_floor, resolvent_inflation
@@ -113,26 +114,32 @@ class DrawnFactor:
         sums: The groups' estimates of the pool's sum, ``[N_GROUPS, d, d]``.
         known: Plain sum over all draws so far, ``[d, d]``.
         rows: Kept rows ``[m, r, d]`` of some draws, with the draws' numbers.
+        device: Where sums are to be in a process without draws.
     """
 
     key: RowsKey
     sums: Tensor | None = None
     known: Tensor | None = None
     rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    device: torch.device | None = None
     _new: Tensor | None = None
     _new_known: Tensor | None = None
+    _new_rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(
-        self, rows: Tensor, weights: Tensor, groups: Tensor, numbers: Tensor, share: float
+        self, rows: Tensor, weights: Tensor, groups: Tensor, at: Tensor, first: int, n: int
     ) -> None:
         """Add the rows ``[m, r, d]`` of a mini-batch of the present round.
+
+        Rows of draws that are evenly spread over the round are kept, whatever the mini-batches.
 
         Args:
             rows: The rows, not weighted.
             weights: One over the inclusion probabilities, ``[m]``.
             groups: Groups of the draws, -1 for certain ones.
-            numbers: Numbers of these draws among all, ``[m]``.
-            share: Part of this round's draws that the mini-batch is.
+            at: Numbers of these draws within the round, ``[m]``.
+            first: Number of draws before the round.
+            n: Number of draws of the round.
         """
         m, r, d = rows.shape
         if self._new is None or self._new_known is None:
@@ -145,8 +152,28 @@ class DrawnFactor:
         for group in range(N_GROUPS):
             self._new[group] += N_GROUPS * _gram(weighted[groups == group])
         most = MOST_NUMBERS if r == 1 else MOST_BLOCK_NUMBERS
-        kept = max(2, int(share * most / (r * d)))
-        self.rows.append((rows[:kept].clone(), numbers[:kept]))
+        most = min(n, max(2, most // (r * d)))
+        kept = (at + 1) * most // n > at * most // n
+        self._new_rows.append((rows[kept.to(rows.device)], first + at[kept]))
+
+    def exchange(self) -> None:
+        """Make the present round's draws of this process, if it has any, those of all."""
+        group = processes()
+        if group is None:
+            return
+        shares = group.gather([(rows.cpu(), at) for rows, at in self._new_rows])
+        kept = [pair for share in shares for pair in share]
+        if not kept:
+            return
+        device, d = self.device, kept[0][0].shape[2]
+        if self._new is None or self._new_known is None:
+            self._new = torch.zeros(N_GROUPS, d, d, dtype=torch.float64, device=device)
+            self._new_known = torch.zeros(d, d, dtype=torch.float64, device=device)
+        group.sum_(self._new)
+        group.sum_(self._new_known)
+        order = torch.cat([at for _, at in kept]).argsort()
+        rows = torch.cat([rows for rows, _ in kept])[order].to(device)
+        self._new_rows = [(rows, torch.cat([at for _, at in kept])[order])]
 
     def close(self, share: float, growth: float, *, distinct: bool) -> None:
         """End a round that counts by ``share``, see :meth:`DrawnRows.add`.
@@ -156,6 +183,8 @@ class DrawnFactor:
             growth: By how much the pool has become larger since the last round.
             distinct: Whether this round drew from pairs that none before has drawn.
         """
+        self.rows += self._new_rows
+        self._new_rows = []
         if self._new is None or self._new_known is None:
             return
         new = self._new
@@ -166,8 +195,25 @@ class DrawnFactor:
             self._new_known = self.known + self._new_known
         self.sums, self.known, self._new, self._new_known = new, self._new_known, None, None
 
+    def estimate(self, groups: Sequence[int], scale: float) -> Tensor:
+        """Some groups' estimate of the sum over N data, ``[d, d]``.
+
+        Args:
+            groups: Which groups.
+            scale: N over the number of data in the pool.
+
+        Returns:
+            B, in float64.
+        """
+        assert self.sums is not None  # a round has been closed
+        return self.sums[list(groups)].mean(0) * scale
+
     def spectrum(
-        self, drawn: DrawnRows, groups: Sequence[int], scale: float
+        self,
+        drawn: DrawnRows,
+        groups: Sequence[int],
+        scale: float,
+        pair: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
         """Eigenbasis of some groups' estimate, and what the correction for the inverse needs.
 
@@ -175,13 +221,13 @@ class DrawnFactor:
             drawn: Weights and groups of all draws.
             groups: Which groups.
             scale: N over the number of data in the pool.
+            pair: Eigenvalues and eigenvectors of :meth:`estimate`, if they are known.
 
         Returns:
             Q and eigenvalues; weighted rows ``[m, r, d]`` in that basis with their inclusion
             probabilities; and the floor of the null space.
         """
-        assert self.sums is not None  # a round has been closed
-        lam, Q = eigh_float64(self.sums[list(groups)].mean(0) * scale, "B")
+        lam, Q = pair if pair is not None else eigh_float64(self.estimate(groups, scale), "B")
         chosen, weights = drawn.of(groups)
         parts, numbers = [], []
         for rows, at in self.rows:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from laplace_debias.data.processes import processes, together
 from laplace_debias.debias.eigen import eigh_float64
 from laplace_debias.debias.few_rows import ROW_FOLDS, crossfit_rows
 from laplace_debias.debias.folds import crossfit_spectrum
 from laplace_debias.debias.spectrum import FitResult, same_output
 from laplace_debias.kfac.factors import Factors
+from laplace_debias.kfac.sums import shared_out
 
 __all__ = ["crossfit_kron"]
+
+Spectrum = tuple[Tensor, Tensor, Tensor]
+"""Eigenvectors of a pooled factor, its eigenvalues, and the cross-fitted ones."""
 
 
 def crossfit_kron(
@@ -72,34 +78,76 @@ def crossfit_kron(
     if rows is None and inputs is not None:
         rows = [_all_rows(parts) for parts in zip(*(fold.rows for fold in inputs), strict=True)]
     sources = outputs if inputs is None else inputs
-    Q, lam, lam_tilde = [], [], []
+    jobs: list[tuple[float, Callable[[], Spectrum]]] = []
+    layout: list[list[int]] = []
     previous: list[list[Tensor]] = [[] for _ in outputs]
     for i, name in enumerate(outputs[0].names):
         at_output = inputs is not None and all(fold.at_output[i] for fold in inputs)
         if output_hessian is not None and at_output:
-            exact, vectors = eigh_float64(output_hessian, f"B of {name}")
-            exact = n_data * exact.clamp(min=0)
-            parts = [(vectors, exact, exact)]
+            jobs.append((len(output_hessian) ** 3, partial(_exact, output_hessian, n_data, name)))
+            numbers = [len(jobs) - 1]
         else:
             blocks = [fold[i][:1] for fold in folds]
             if not all(map(same_output, blocks, previous)):
-                B = [n_data / w * block[0] for w, block in zip(sizes, blocks, strict=True)]
-                B_part = crossfit_spectrum(B, sizes, name=f"B of {name}")
-            parts, previous = [B_part], blocks
+                cost = (1 + len(blocks)) * len(blocks[0][0]) ** 3
+                jobs.append((cost, partial(_outputs, blocks, sizes, n_data, name)))
+                B_number = len(jobs) - 1
+            numbers, previous = [B_number], blocks
         A = [factor for fold in sources if (factor := fold.A[i]) is not None]
         if A:
             kept = None if rows is None else rows[i]
             if kept is not None:
                 n_folds = max(ROW_FOLDS, len(sources))
-                parts.append(crossfit_rows(kept, n_folds, name=f"A of {name}"))
+                fit = partial(crossfit_rows, kept, n_folds, name=f"A of {name}")
+                jobs.append((n_folds * len(kept) ** 2 * kept.shape[1], fit))
             else:
-                parts.append(_input_spectrum(sources, i, name))
-        dtype = folds[0][i][0].dtype
-        Q.append([part[0].to(dtype) for part in parts])
-        lam.append([part[1] for part in parts])
-        lam_tilde.append([part[2] for part in parts])
+                cost = (1 + len(A)) * len(A[0]) ** 3
+                jobs.append((cost, partial(_input_spectrum, sources, i, name)))
+            numbers.append(len(jobs) - 1)
+        layout.append(numbers)
+    parts = _done(jobs, outputs[0].blocks[0][0].device)
+    dtypes = [block[0].dtype for block in folds[0]]
+    Q = [[parts[n][0].to(t) for n in numbers] for numbers, t in zip(layout, dtypes, strict=True)]
+    lam, lam_tilde = ([[parts[n][f] for n in numbers] for numbers in layout] for f in (1, 2))
     loss = torch.as_tensor(loss) * n_data
     return FitResult(Q, lam, lam_tilde, [], loss, n_data, outputs[0].n_outputs)
+
+
+def _done(
+    jobs: Sequence[tuple[float, Callable[[], Spectrum]]], device: torch.device
+) -> list[Spectrum]:
+    """Results of jobs, which several processes share out by their cost."""
+    group = processes()
+    ranks = shared_out([cost for cost, _ in jobs], group)
+    mine = [group is None or rank == group.rank for rank in ranks]
+    with together("the eigendecompositions"):
+        found = {i: job() for i, (_, job) in enumerate(jobs) if mine[i]}
+    if group is not None:
+        shapes = group.gather({i: tuple(Q.shape) for i, (Q, _, _) in found.items()})
+        for i, rank in enumerate(ranks):
+            if i not in found:
+                d, r = shapes[rank][i]
+                empty = (torch.empty(s, dtype=torch.float64) for s in ((d, r), (d,), (d,)))
+                Q, lam, lam_tilde = (part.to(device) for part in empty)
+                found[i] = (Q, lam, lam_tilde)
+            Q, lam, lam_tilde = (group.broadcast_(t.contiguous(), rank) for t in found[i])
+            found[i] = (Q, lam, lam_tilde)
+    return [found[i] for i in range(len(jobs))]
+
+
+def _exact(hessian: Tensor, n_data: int, name: str) -> Spectrum:
+    """The known B of the layer at the output."""
+    lam, Q = eigh_float64(hessian, f"B of {name}")
+    lam = n_data * lam.clamp(min=0)
+    return Q, lam, lam
+
+
+def _outputs(
+    blocks: Sequence[Sequence[Tensor]], sizes: Sequence[float], n_data: int, name: str
+) -> Spectrum:
+    """Cross-fit B, a sum over data, scaled to N of them."""
+    B = [n_data / w * block[0] for w, block in zip(sizes, blocks, strict=True)]
+    return crossfit_spectrum(B, sizes, name=f"B of {name}")
 
 
 def _all_rows(parts: Sequence[Tensor | None]) -> Tensor | None:

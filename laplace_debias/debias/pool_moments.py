@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs, Keys, concatenate, datum_shapes, size_of, take
+from laplace_debias.data.processes import processes
 from laplace_debias.data.weighted import check_unweighted
-from laplace_debias.debias.eigen import eigh_float64
+from laplace_debias.debias.eigen import eigh_shared
 from laplace_debias.debias.pairs import pair_scores
+from laplace_debias.debias.pool_news import News, Sums, added_sums, sums_of
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
 
@@ -44,11 +46,14 @@ class PoolMoments:
         self._features: list[Tensor | None] = []
         self._weights: list[Tensor] = []
         self._first: Inputs | None = None
-        self._sums: tuple[Tensor, Tensor] | None = None  # of tensor inputs and of their squares
+        self._sums: Sums | None = None  # of tensor inputs and of their squares
         self._A: tuple[int, list[tuple[Tensor, Tensor] | None]] | None = None
         self.loss: Tensor = torch.zeros(())
         self.size = 0
         self._per_datum: list[float] = []
+        self._sizes = [0, 0]  # data of both parts, with those that are not exchanged yet
+        self._group = processes()
+        self._news = News()  # of this process, since the last exchange
 
     def add(self, X: Inputs, y: Tensor) -> None:
         """Pass a mini-batch.
@@ -58,14 +63,22 @@ class PoolMoments:
         """
         check_unweighted(y, "debias='auto'", "debias=True, 'single' or 'crossfit'")
         new = self.engine.factors(X, y, inputs=self._wanted(), outputs=False, rows_from=1)
-        self.loss = self.loss.to(new.summed_loss) + new.summed_loss
-        self._outputs.append(new.kept_outputs)
+        kept = [rows for rows, last in zip(new.rows, new.at_output, strict=True) if last]
+        features = next((rows for rows in kept if rows is not None), None)
         weights = self.engine.datum_weights(y, new.n_outputs)
+        outputs, loss = new.kept_outputs, new.summed_loss
+        new = replace(new, outputs=None, rows=(None,) * len(new.names))
+        if self._group is not None:
+            half = 0 if self._sizes[0] <= self._sizes[1] else 1
+            old = self._parts[half] if len(self._parts) > half else None
+            new = self._filled(new, old)
+            self._news.add(half, new, X, outputs, features, weights, loss)
+            return
+        self.loss = self.loss.to(loss) + loss
+        self._outputs.append(outputs)
         if weights is not None:
             self._weights.append(weights)
-        kept = [rows for rows, last in zip(new.rows, new.at_output, strict=True) if last]
-        self._features.append(next((rows for rows in kept if rows is not None), None))
-        new = replace(new, outputs=None, rows=(None,) * len(new.names))
+        self._features.append(features)
         # Halves of a mini-batch would need passes of their own: whole mini-batches take turns.
         if len(self._parts) < 2:
             self._parts.append(self._filled(new))
@@ -75,14 +88,38 @@ class PoolMoments:
         if self._first is None:
             self._first = X
             self._per_datum = [n / new.n for n in new.n_rows]
-        if isinstance(X, Tensor) and X.is_floating_point():
-            x = X.double()
-            sums = x.sum(0), x.square().sum(0)
-            if self._sums is None:
-                self._sums = sums
-            elif self._sums[0].shape == sums[0].shape:
-                self._sums = self._sums[0] + sums[0], self._sums[1] + sums[1]
+        self._sums = added_sums(self._sums, sums_of(X))
         self.size += len(y)
+
+    def counted(self, n: int) -> None:
+        """Note that all processes together have passed a mini-batch of n data."""
+        self._sizes[0 if self._sizes[0] <= self._sizes[1] else 1] += n
+        self.size += n
+
+    def exchange(self, own: Tensor, key: Keys) -> None:
+        """Make what all processes have passed since the last time everybody's.
+
+        Args:
+            own: Numbers ``[n]`` of this process's new data in the pool.
+            key: Key of the inputs in a mapping.
+        """
+        device = next(self.engine.root.parameters()).device
+        all_new, self._news = self._news.of_all(own, device, MOST_PROBES, key), News()
+        if all_new is None:
+            return
+        if not self._parts:
+            first = all_new.halves[0]
+            assert first is not None  # the first mini-batch is in it
+            self._per_datum = [n / first.n for n in first.n_rows]
+        for half, new in enumerate(all_new.halves):
+            if new is not None:
+                self._parts[half:] = [self._parts[half] + new if len(self._parts) > half else new]
+        self.loss = self.loss.to(all_new.loss) + all_new.loss
+        self._outputs += all_new.outputs
+        self._features += all_new.features
+        self._weights += all_new.weights
+        self._first = all_new.first if self._first is None else self._first
+        self._sums = added_sums(self._sums, all_new.sums)
 
     def _wanted(self) -> bool | set[str]:
         """Names of the weights whose A is to see further data, or all."""
@@ -172,13 +209,13 @@ class PoolMoments:
         """Eigenvectors and eigenvalues of every A, ``None`` for biases; kept till the next pass."""
         if self._A is None or self._A[0] != self.size:
             inputs = self.inputs
+            known = [(A, name) for A, name in zip(inputs.A, inputs.names, strict=True)]
+            jobs = [(A, name) for A, name in known if A is not None]
+            pairs = iter(eigh_shared(*map(list, zip(*jobs, strict=True))) if jobs else ())
             found: list[tuple[Tensor, Tensor] | None] = []
-            for A, name in zip(inputs.A, inputs.names, strict=True):
-                if A is None:
-                    found.append(None)
-                    continue
-                lam, Q = eigh_float64(A, name)
-                found.append((Q, lam.clamp(min=0)))
+            for A, _ in known:
+                pair = None if A is None else next(pairs)
+                found.append(None if pair is None else (pair[1], pair[0].clamp(min=0)))
             self._A = (self.size, found)
         return self._A[1]
 

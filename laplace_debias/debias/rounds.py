@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from laplace_debias.data.datum_keys import datum_keys
+from laplace_debias.data.inputs import Batch
 from laplace_debias.data.pool import Pool
+from laplace_debias.data.processes import counted, from_main, processes, together
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.drawn import N_GROUPS, DrawnFactor, DrawnRows
 from laplace_debias.debias.options import AutoOptions
@@ -19,6 +22,7 @@ from laplace_debias.debias.pairs import (
     pair_vectors,
 )
 from laplace_debias.debias.pool_moments import PoolMoments
+from laplace_debias.debias.pool_news import in_order
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.gradient_rows import gradient_rows, rows_key
 from laplace_debias.network.loss import sampled_hessian_root
@@ -45,6 +49,7 @@ class Rounds:
         moments: What forward passes told of them.
         drawn: Weights and groups of all draws.
         factors: Output factors of all layers but the network's output.
+        n_drawn: Number of pairs that were propagated back.
 
     Raises:
         ValueError: If scores do not fit the data, or there are more data than N.
@@ -78,6 +83,7 @@ class Rounds:
         self.stale = self._stale_scores()
         self._taken: Tensor | None = None  # which pairs were drawn, [n, C]
         self._precision, self._drawn_from = 0.0, 0
+        self.n_drawn = 0
 
     @property
     def whole(self) -> bool:
@@ -105,18 +111,36 @@ class Rounds:
         size = self.options.pool_size(n_passes)
         if self.stale is not None and self.options.n_pool is None:
             size = STALE_POOL
-        self._expect("scores", min(size, self.data.n_data) - self.pool.size)
-        for X, y in self.pool.grow(size):
-            self.moments.add(X, y)
-            if self.bar is not None:
-                self.bar.update(len(y))
+        if processes() is None:
+            self._expect("scores", min(size, self.data.n_data) - self.pool.size)
+            for X, y in self.pool.grow(size):
+                self.moments.add(X, y)
+                if self.bar is not None:
+                    self.bar.update(len(y))
+        else:
+            self._grow_together(size)
         self.data.check_seen({"pool": self.pool.size}, disjoint=True)
         self.pool.ended = self.pool.ended or self.pool.size >= self.data.n_data
         if not self.factors:
             at_output = self.moments.inputs.at_output
             pairs = zip(self.engine.owned, at_output, strict=True)
             inner = {rows_key(p): None for p, last in pairs if not last}  # an ordered set
-            self.factors = [DrawnFactor(key) for key in inner]
+            device = next(self.engine.root.parameters()).device
+            self.factors = [DrawnFactor(key, device=device) for key in inner]
+
+    def _grow_together(self, size: int) -> None:
+        """The same in step with other processes."""
+        known, pool, moments = self.pool.n_read, self.pool, self.moments
+
+        def use(_: int, batch: Batch) -> None:
+            moments.add(*batch)
+
+        while pool.size < size and not pool.ended:
+            before = pool.size
+            pool.grow_together(before + 1, use, "its passes for the pool")
+            moments.counted(pool.size - before)
+        moments.exchange(pool.own()[known : pool.n_read], self.data.key_x)
+        counted(pool.size)
 
     def draw(self, m: int) -> None:
         """A round: draw m pairs that were not drawn before, and propagate them back.
@@ -125,6 +149,7 @@ class Rounds:
             m: Number of pairs; fewer if fewer are left.
         """
         draw, left_to_chance = self._draw(m)
+        self.n_drawn += len(draw)
         if not len(draw):
             return
         # A datum drawn by old scores has a random class: it is never certain.
@@ -149,21 +174,19 @@ class Rounds:
         first = len(self.drawn.weights)
         distinct = self.stale is None
         self.drawn.add(draw.probabilities, groups, share, growth, distinct=distinct)
-        self._expect("pairs", len(draw))
-        for at, (X, y) in self.pool.fetch(draw.data):
-            vectors = partial(self._vectors, y=y, classes=draw.classes[at])
-            rows = gradient_rows(self.engine, X, vectors)
-            for factor in self.factors:
-                factor.add(
-                    rows[factor.key],
-                    1 / draw.probabilities[at],
-                    groups[at],
-                    first + at,
-                    len(at) / len(draw),
-                )
-            if self.bar is not None:
-                self.bar.update(len(y))
+        group = processes()
+        self._expect("pairs", len(draw) if group is None else -(-len(draw) // group.size))
+        with together("its backward passes"):
+            for at, (X, y) in self.pool.fetch(draw.data):
+                vectors = partial(self._vectors, y=y, classes=draw.classes[at], numbers=first + at)
+                rows = gradient_rows(self.engine, X, vectors)
+                for factor in self.factors:
+                    weights = 1 / draw.probabilities[at]
+                    factor.add(rows[factor.key], weights, groups[at], at, first, len(draw))
+                if self.bar is not None:
+                    self.bar.update(len(y))
         for factor in self.factors:
+            factor.exchange()
             factor.close(share, growth, distinct=distinct)
 
     def _expect(self, phase: str, n_passes: int) -> None:
@@ -172,13 +195,19 @@ class Rounds:
             self.bar.total = (self.bar.total or 0) + n_passes
             self.bar.set_description(f"[K-FAC: {phase}]", refresh=False)
 
-    def _vectors(self, f: Tensor, y: Tensor, classes: Tensor) -> Tensor:
+    def _vectors(self, f: Tensor, y: Tensor, classes: Tensor, numbers: Tensor) -> Tensor:
         """Backward vectors of the pairs; with scores from training, classes are drawn now."""
-        engine = self.engine
+        engine, seed = self.engine, self.engine.draw_seed
         if self.stale is None:
             V = pair_vectors(f, classes.to(f.device), engine.likelihood)
-        else:
+        elif seed is None:
             V = sampled_hessian_root(f, engine.likelihood, self.options.generator)[:, :, 0]
+        else:  # the same for a draw, whichever process makes it
+            keys = datum_keys(numbers, len(numbers), seed)
+            own = [torch.Generator(f.device).manual_seed(key) for key in keys]
+            parts = zip(f.split(1), own, strict=True)
+            V = torch.cat([sampled_hessian_root(x, engine.likelihood, g) for x, g in parts])
+            V = V[:, :, 0]
         V, weights = engine.objective.whitened(V), engine.datum_weights(y, f.shape[1])
         return V if weights is None else V * weights.to(V).sqrt()[:, None]
 
@@ -193,7 +222,8 @@ class Rounds:
         """A draw, and the trace per datum of what it leaves to chance."""
         generator = self.options.generator
         if self.stale is not None:
-            return draw_pairs(self.stale[:, None], m, self.stale.argsort(), generator), 1.0
+            draw = draw_pairs(self.stale[:, None], m, self.stale.argsort(), generator)
+            return from_main(draw), 1.0
         scores = self._left()
         taken = torch.zeros(scores.shape, dtype=torch.bool)
         if self._taken is not None:
@@ -204,7 +234,7 @@ class Rounds:
             return PairDraw(empty, empty, torch.zeros(0, dtype=torch.float64)), 0.0
         moments = self.moments
         order = pair_order(moments.outputs, moments.features, self.engine.likelihood).cpu()
-        draw = draw_pairs(scores, m, order, generator)
+        draw = from_main(draw_pairs(scores, m, order, generator))
         taken[draw.data, draw.classes] = True
         certain = draw.probabilities >= 1
         if bool(certain.all()):
@@ -218,19 +248,27 @@ class Rounds:
 
     def _stale_scores(self) -> Tensor | None:
         """Scores from training, none below a share of the mean."""
-        given = self.options.scores
-        if given is None:
+        if self.options.scores is None:
             return None
+        with together("looking up its scores"):
+            scores = self._given_scores(torch.as_tensor(self.options.scores).cpu())
+        group = processes()
+        if group is not None:
+            numbers, parts = zip(*group.gather((self.pool.own(), scores)), strict=True)
+            scores = in_order(list(numbers), list(parts))
+        return scores.clamp(min=max(STALE_SHARE * float(scores.mean()), 1e-30))
+
+    def _given_scores(self, given: Tensor) -> Tensor:
+        """Scores from training of the loader's data, in its order."""
         if self.pool.map is None:
             raise ValueError(
                 "Expected no `scores` with a stream, whose data have no positions, got some. "
                 "Remedy: pass a DataLoader over a map-style dataset, or leave `scores` out."
             )
-        given, n = torch.as_tensor(given).cpu(), len(self.data.loader.dataset)
+        n = len(self.data.loader.dataset)
         if len(given) != n:
             raise ValueError(
                 f"Expected one score for each of the {n} data of the dataset, got {len(given)}. "
                 "Remedy: keep the scores in the order of the dataset."
             )
-        scores = given[torch.tensor(self.pool.map.positions)]
-        return scores.clamp(min=max(STALE_SHARE * float(scores.mean()), 1e-30))
+        return given[torch.tensor(self.pool.map.positions, dtype=torch.long)]

@@ -141,6 +141,24 @@ def draw_weighted(
     return WeightedDraw(indices, 1 / (n * q[indices]), n)
 
 
+def distinct(draw: WeightedDraw) -> tuple[list[int], Tensor]:
+    """Each datum once, with the sum of its weights: no backward pass is made twice.
+
+    Args:
+        draw: A draw, in which data may occur several times.
+
+    Returns:
+        Positions in the pool, ascending, and their weights.
+
+    Example:
+        >>> distinct(WeightedDraw(torch.tensor([3, 1, 3]), torch.tensor([1.0, 2.0, 1.0]), 4))
+        ([1, 3], tensor([2., 2.]))
+    """
+    rows, where = draw.indices.unique(return_inverse=True)
+    weights = torch.zeros(len(rows), dtype=draw.weights.dtype, device=draw.weights.device)
+    return rows.tolist(), weights.index_add(0, where, draw.weights)
+
+
 def curvature_order(outputs: Tensor) -> Tensor:
     """Order of a pool for systematic draws: by predicted class, then by score.
 

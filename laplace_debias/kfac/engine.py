@@ -326,8 +326,8 @@ class Engine:
         if gram.n_rows:
             return gram.result(n)
         weight, d_in = p.layers[0].weight, n_in(p.layers[0])
-        dtype = torch.promote_types(weight.dtype, torch.float32)
         rotated = isinstance(gram, RotatedInputs)
+        dtype = torch.float64 if rotated else torch.promote_types(weight.dtype, torch.float32)
         return weight.new_zeros(d_in if rotated else (d_in, d_in), dtype=dtype)
 
     def _backward_vectors(

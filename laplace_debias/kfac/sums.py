@@ -26,9 +26,9 @@ class _Share:
     """What a process tells the others about its factors before they are summed."""
 
     names: tuple[str, ...]
-    shapes: tuple[tuple[tuple[int, ...], tuple[int, ...] | None], ...]  # as matrices
+    shapes: tuple[tuple[tuple[int, ...] | None, tuple[int, ...] | None], ...]  # as matrices
     few: tuple[tuple[int | None, int | None], ...]  # rows where factors are given by these
-    dtypes: tuple[torch.dtype, ...]
+    dtype: torch.dtype
     same_B: tuple[bool, ...]  # as the parameter's before: a layer's weight and bias
     n_rows: tuple[int, ...]
     n: int
@@ -82,11 +82,14 @@ def factors_of_all(factors: Factors | None, device: torch.device) -> Factors | N
     few = [[_few(found, before, i, f) for f in (0, 1)] for i in range(len(factors.names))]
     rows = [sum(each) for each in zip(*(share.n_rows for share in found), strict=True)]
     same = [all(each) for each in zip(*(share.same_B for share in found), strict=True)]
-    B: list[Tensor] = []
+    B: list[Tensor | None] = []
     A: list[Tensor | None] = []
     n_rows = factors.n_rows or (factors.n,) * len(rows)
-    for i, ((own_B, *_), own_A) in enumerate(zip(factors.blocks, factors.A, strict=True)):
-        B.append(B[i - 1] if same[i] else _summed(own_B, few[i][0], group))
+    for i, (own_B, own_A) in enumerate(zip(factors.B, factors.A, strict=True)):
+        if own_B is None:
+            B.append(None)
+        else:
+            B.append(B[i - 1] if same[i] else _summed(own_B, few[i][0], group))
         if own_A is not None:
             share = n_rows[i] / max(rows[i], 1)
             own_A.mul_(math.sqrt(share) if is_rows(own_A) else share)
@@ -116,18 +119,13 @@ def _share(factors: Factors) -> _Share:
             "Expected factors without outputs and rows to sum over processes, got some that kept "
             "them. Remedy: compute them with `outputs=True` and without `rows_from`."
         )
-    B = [block[0] for block in factors.blocks]
+    B, A = factors.B, factors.A
     return _Share(
         factors.names,
-        tuple(
-            (_shape(b), None if a is None else _shape(a)) for b, a in zip(B, factors.A, strict=True)
-        ),
-        tuple((_n_few(b), _n_few(a)) for b, a in zip(B, factors.A, strict=True)),
-        tuple(b.dtype for b in B),
-        tuple(
-            i > 0 and B[i - 1].shape == b.shape and torch.equal(B[i - 1], b)
-            for i, b in enumerate(B)
-        ),
+        tuple((_shape(b), _shape(a)) for b, a in zip(B, A, strict=True)),
+        tuple((_n_few(b), _n_few(a)) for b, a in zip(B, A, strict=True)),
+        next(M.dtype for M in (*B, *A) if M is not None),
+        tuple(i > 0 and _equal(B[i - 1], b) for i, b in enumerate(B)),
         factors.n_rows or (factors.n,) * len(B),
         factors.n,
         factors.n_outputs,
@@ -137,8 +135,15 @@ def _share(factors: Factors) -> _Share:
     )
 
 
-def _shape(M: Tensor) -> tuple[int, ...]:
+def _equal(one: Tensor | None, two: Tensor | None) -> bool:
+    """Whether two output factors are the same."""
+    return one is not None and two is not None and one.shape == two.shape and torch.equal(one, two)
+
+
+def _shape(M: Tensor | None) -> tuple[int, ...] | None:
     """Shape of a factor, as a matrix if it is given by its rows."""
+    if M is None:
+        return None
     return (M.shape[1], M.shape[1]) if is_rows(M) else tuple(M.shape)
 
 
@@ -171,18 +176,21 @@ def _summed(M: Tensor, few: tuple[int, int] | None, group: Processes) -> Tensor:
 def _zeros(share: _Share, device: torch.device) -> Factors:
     """Factors of no data, in the form of those of another process."""
 
-    def zeros(shape: tuple[int, ...], few: int | None, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape if few is None else (0, shape[1]), dtype=dtype, device=device)
+    def zeros(shape: tuple[int, ...] | None, few: int | None) -> Tensor | None:
+        if shape is None:
+            return None
+        size = shape if few is None else (0, shape[1])
+        return torch.zeros(size, dtype=share.dtype, device=device)
 
-    parts = list(zip(share.shapes, share.few, share.dtypes, strict=True))
+    parts = list(zip(share.shapes, share.few, strict=True))
     return Factors(
         share.names,
-        tuple(zeros(B, few[0], dtype) for (B, _), few, dtype in parts),
-        tuple(None if A is None else zeros(A, few[1], dtype) for (_, A), few, dtype in parts),
+        tuple(zeros(B, few[0]) for (B, _), few in parts),
+        tuple(zeros(A, few[1]) for (_, A), few in parts),
         0,
         share.n_outputs,
         weight=0.0,
-        loss=torch.zeros((), dtype=share.dtypes[0], device=device),
+        loss=torch.zeros((), dtype=share.dtype, device=device),
         at_output=share.at_output,
         n_rows=(0,) * len(share.names),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
+from matplotlib.axis import Axis, XAxis
 from matplotlib.colors import to_rgb
 from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -121,7 +121,7 @@ def decades(axis: Axis) -> None:
     """
     low, high = sorted(axis.get_view_interval())
     few = low > 0 and high / low < 200
-    subs = (1, 3) if axis.axis_name == "x" and high > 9 * low else (1, 2, 5)
+    subs = (1, 3) if isinstance(axis, XAxis) and high > 9 * low else (1, 2, 5)
     axis.set_major_locator(LogLocator(subs=subs if few else (1,)))
     axis.set_minor_formatter(NullFormatter())
     if few:

@@ -13,7 +13,7 @@ from laplace.lllaplace import KronLLLaplace
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import take
-from laplace_debias.data.pool import is_map_style
+from laplace_debias.data.map_style import is_map_style
 from laplace_debias.data.processes import together
 from laplace_debias.data.reading import as_batches, unpack
 from laplace_debias.debias.options import debias_mode

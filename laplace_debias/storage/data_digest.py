@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, Subset
 
-from laplace_debias.data.pool import is_map_style
+from laplace_debias.data.map_style import is_map_style
 from laplace_debias.data.reading import as_batches
 
 __all__ = ["data_hash", "tensor_bytes"]

@@ -12,7 +12,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from laplace_debias.data.pool import MapStyle, Pool, is_map_style, segments
+from laplace_debias.data.map_style import MapStyle, is_map_style
+from laplace_debias.data.pool import Pool, segments
 from laplace_debias.data.roles import TrainingData
 
 

@@ -310,13 +310,3 @@ def test_it_does_not_add_to_earlier_fits(net):
 def test_other_methods_report_their_cost(net):
     report = full(net).fit_report
     assert report.distance is None and report.n_passes == 400 and "not estimated" in str(report)
-
-
-def test_several_processes_are_refused(monkeypatch):
-    """Each would draw for itself: the posteriors would differ without a word."""
-    from types import SimpleNamespace
-
-    monkeypatch.setattr("laplace_debias.debias.auto.processes", lambda: SimpleNamespace(size=2))
-    la = Laplace(nn.Linear(2, 3), "classification", "all", "kron", debias="auto")
-    with pytest.raises(ValueError, match=r"one process with debias='auto', got 2. Remedy"):
-        la.fit([(torch.randn(16, 2), torch.arange(16) % 3)], n_data=16)

@@ -10,7 +10,7 @@ from laplace.curvature import AsdlGGN
 from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
 
 from laplace_debias import Laplace, sweep_prior_precision
-from laplace_debias.data.pool import MapStyle
+from laplace_debias.data.map_style import MapStyle
 from laplace_debias.kfac.backend import HookEF
 from tests import cases
 from tests.cases import CNN, MLP, MLP_REGRESSION, loader

@@ -25,8 +25,8 @@ def run(sizes, generator, distinct=True):
         precision += new
         first = len(drawn.weights)
         drawn.add(draw.probabilities, groups, share, 1.0)
-        numbers = first + torch.arange(len(draw))
-        factor.add(ROWS[draw.data], 1 / draw.probabilities, groups, numbers, 1.0)
+        at = torch.arange(len(draw))
+        factor.add(ROWS[draw.data], 1 / draw.probabilities, groups, at, first, len(draw))
         factor.close(share, 1.0, distinct=distinct)
         scores[draw.data] = 0.0
     return factor, drawn

@@ -50,10 +50,18 @@ def test_several_processes_give_the_posterior_of_one(name, several, alone):
     for found in (result[name] for result in several):
         scale = float(expected["H"].abs().max())
         torch.testing.assert_close(found["H"] / scale, expected["H"] / scale, **CLOSE)
-        for key in ("loss", "variance", "prior"):
+        for key in ("loss", "variance"):
             torch.testing.assert_close(found[key], expected[key], **CLOSE)
-        for key in ("n_data", "passes", "n_sweep"):
+        for key in ("n_data", "passes", "reason"):
             assert found[key] == expected[key]
+
+
+@pytest.mark.parametrize("name", jobs.EVALUATED)
+def test_several_processes_give_the_metrics_of_one(name, several, alone):
+    expected = alone(name)
+    for found in (result[name] for result in several):
+        torch.testing.assert_close(found["prior"], expected["prior"], **CLOSE)
+        assert found["n_sweep"] == expected["n_sweep"]
         assert found["report"] == pytest.approx(expected["report"], rel=1e-6, abs=1e-6)
         for metric, values in expected["sweep"].items():
             assert found["sweep"][metric] == pytest.approx(values, rel=1e-6, abs=1e-7)
@@ -77,6 +85,17 @@ def test_draws_are_keyed_by_the_datum(several, group_of_one):
     )  # fmt: skip
     other.fit(jobs.batches(cases.MLP, (), None), n_data=jobs.N)
     assert (other.H.to_matrix() - expected["H"]).abs().max() > 1e-3
+
+
+def test_draws_by_scores_from_training_are_those_of_one_process(several, group_of_one):
+    expected = jobs.stale()
+    for result in several:
+        torch.testing.assert_close(result["stale"]["H"], expected["H"], **CLOSE)
+
+
+def test_rank_0_alone_warns(several):
+    for name in jobs.FITS:
+        assert not any(result[name]["warnings"] for result in several[1:])
 
 
 def test_data_that_a_sampler_repeats_are_dropped(several):
@@ -112,7 +131,6 @@ def test_a_process_that_raises_brings_down_all_with_its_message(where, several):
     [
         ("weights", "same weights in every process"),
         ("n_data", "same `n_data`"),
-        ("sampling", "sampling='uniform'"),
     ],
 )
 def test_what_cannot_be_right_is_refused_by_all(what, message, several):

@@ -1,0 +1,187 @@
+"""What one process has learnt of a pool, and how it becomes everybody's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_debias.data.inputs import (
+    Inputs,
+    Keys,
+    concatenate,
+    datum_shapes,
+    map_tensors,
+    size_of,
+    take,
+)
+from laplace_debias.data.processes import processes
+from laplace_debias.kfac.factors import Factors
+from laplace_debias.kfac.sums import factors_of_all
+
+__all__ = ["News", "Sums", "added_sums", "in_order", "sums_of"]
+
+Sums = tuple[Tensor, Tensor]
+"""Sums over data of inputs and of their squares, in float64."""
+
+
+def sums_of(X: Inputs) -> Sums | None:
+    """Sums over data of floating point inputs and of their squares.
+
+    Args:
+        X: Inputs ``[n, ...]``; there are no sums of mappings, tuples and whole numbers.
+
+    Example:
+        >>> sums_of(torch.tensor([[1.0], [2.0]]))
+        (tensor([3.], dtype=torch.float64), tensor([5.], dtype=torch.float64))
+    """
+    if not isinstance(X, Tensor) or not X.is_floating_point():
+        return None
+    x = X.double()
+    return x.sum(0), x.square().sum(0)
+
+
+def added_sums(one: Sums | None, two: Sums | None) -> Sums | None:
+    """Both together; the first where shapes differ, or where there is but one.
+
+    Args:
+        one: Sums of some data.
+        two: Sums of others.
+
+    Example:
+        >>> ones = (torch.ones(1), torch.ones(1))
+        >>> added_sums(ones, ones), added_sums(None, ones) is ones
+        ((tensor([2.]), tensor([2.])), True)
+    """
+    if one is None or two is None:
+        return two if one is None else one
+    if one[0].shape != two[0].shape:
+        return one
+    return one[0] + two[0], one[1] + two[1]
+
+
+def in_order(numbers: list[Tensor], parts: list[Tensor]) -> Tensor:
+    """Rows of several processes, in the order of their numbers.
+
+    Args:
+        numbers: Numbers of each process's rows.
+        parts: The rows.
+
+    Example:
+        >>> in_order([torch.tensor([2]), torch.tensor([0, 1])], [torch.ones(1), torch.zeros(2)])
+        tensor([0., 0., 1.])
+    """
+    return torch.cat(parts)[torch.cat(numbers).argsort()]
+
+
+@dataclass
+class News:
+    """What passes over new data of a pool have told, of one process or of all.
+
+    Attributes:
+        halves: Input factors of both halves of the pool.
+        outputs: The network's outputs of the new mini-batches.
+        features: Their features, ``None`` where there are none.
+        weights: How much their data count, if they do not all count one.
+        loss: Summed.
+        first: Inputs of the first new data.
+        sums: See :func:`sums_of`.
+    """
+
+    halves: list[Factors | None] = field(default_factory=lambda: [None, None])
+    outputs: list[Tensor] = field(default_factory=list)
+    features: list[Tensor | None] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+    first: Inputs | None = None
+    sums: Sums | None = None
+
+    def add(
+        self,
+        half: int,
+        new: Factors,
+        X: Inputs,
+        outputs: Tensor,
+        features: Tensor | None,
+        weights: Tensor | None,
+        loss: Tensor,
+    ) -> None:
+        """Add a mini-batch.
+
+        Args:
+            half: Which half it belongs to.
+            new: Its input factors.
+            X: Its inputs.
+            outputs: The network's outputs.
+            features: Its features, if there are any.
+            weights: How much each datum counts, or ``None``.
+            loss: Summed over the data.
+        """
+        old = self.halves[half]
+        self.halves[half] = new if old is None else old + new
+        self.outputs.append(outputs)
+        self.features.append(features)
+        self.weights += [] if weights is None else [weights]
+        self.loss = self.loss.to(loss) + loss
+        self.first = X if self.first is None else self.first
+        self.sums = added_sums(self.sums, sums_of(X))
+
+    def of_all(self, own: Tensor, device: torch.device, most: int, key: Keys) -> News | None:
+        """The news of all processes, the same in every one; ``None`` if there are none.
+
+        Args:
+            own: Numbers of this process's new data.
+            device: Where tensors are to be.
+            most: How many of the first inputs of each process are kept.
+            key: Key of the inputs in a mapping.
+
+        Returns:
+            Rows in the order of their numbers, and sums in the order of ranks.
+        """
+        group = processes()
+        assert group is not None
+        few: Any = self.first
+        if few is not None:
+            few = take(few, slice(0, min(most, size_of(few, key))), key)
+        mine = (
+            own,
+            self.outputs,
+            None if any(part is None for part in self.features) else self.features,
+            self.weights,
+            self.loss,
+            few,
+            self.sums,
+        )
+        halves = [factors_of_all(half, device) for half in self.halves]
+        found = [each for each in group.gather(_moved(mine, "cpu")) if each[1]]
+        if not found:
+            return None
+        numbers, outputs, features, weights, losses, firsts, sums = zip(*found, strict=True)
+        rows = [torch.cat(part) for part in outputs]
+        known = all(part is not None for part in features)
+        total = None
+        for each in sums:
+            total = added_sums(total, each)
+        news = News(
+            halves,
+            [in_order(list(numbers), rows)],
+            [in_order(list(numbers), [torch.cat(part) for part in features]) if known else None],
+            [in_order(list(numbers), [torch.cat(part) for part in weights])] if weights[0] else [],
+            sum(losses[1:], losses[0]),
+            concatenate([x for x in firsts if datum_shapes(x) == datum_shapes(firsts[0])], key),
+            total,
+        )
+        for name in ("outputs", "features", "weights", "loss", "first", "sums"):
+            setattr(news, name, _moved(getattr(news, name), device))
+        return news
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    """Tensors in tuples, lists and inputs, on a device."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device)
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(part, device) for part in value)
+    return value if value is None else map_tensors(value, lambda t: t.to(device))
