@@ -130,6 +130,9 @@ def recommend(
     sentence = f"{_order(chosen, temperature)}: NLL {chosen.mean('nll'):.4f} on the test data"
     sentence += f", against {' and '.join(against)}" if against else ""
     sentence += _seconds(chosen, found)
+    tried = {row.prior_precision or 0.0 for row in result.select(chosen.method)}
+    if len(tried) > 1 and chosen.prior_precision in (min(tried), max(tried)):
+        sentence += "; that prior precision lies on the edge of the grid"
     sentence += _shifted(chosen, found)
     return Recommendation(
         chosen.method,

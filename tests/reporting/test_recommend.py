@@ -63,3 +63,10 @@ def test_code_of_every_method(method, part):
 def test_a_method_of_the_users_own_is_left_to_the_user():
     advice = _advice(_row("plain", 0.5), _row("mine", 0.1))
     assert "your own method 'mine' with 8 data" in advice.code and "Laplace" not in advice.code
+
+
+def test_a_prior_on_the_edge_of_its_grid_is_named():
+    rows = [_row("single", v, delta=d) for d, v in ((1.0, 0.1), (2.0, 0.2), (3.0, 0.3))]
+    assert "lies on the edge of the grid" in _advice(_row("plain", 0.5), *rows).sentence
+    rows[0] = _row("single", 0.25, delta=1.0)
+    assert "edge" not in _advice(_row("plain", 0.5), *rows).sentence
