@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.cifar10.data import load_cifar
+from examples.large_networks import wide_resnet
 from examples.networks import (
     DigitsTransformer,
+    PatchTransformer,
     all_cnn_c,
     digits_cnn,
     digits_mlp,
@@ -66,6 +68,14 @@ def cifar10(folder: Path | None = None) -> Data:
     return *data.train.to_dataset().tensors, *data.test.to_dataset().tensors
 
 
+def cancer(folder: Path | None = None) -> Data:
+    """Scikit-learn's breast cancer data, 569 patients of 30 features; 469 are for training."""
+    from sklearn.datasets import load_breast_cancer
+
+    x, y = map(torch.tensor, load_breast_cancer(return_X_y=True))
+    return shuffled(((x - x.mean(0)) / x.std(0)).float(), y, 469)
+
+
 # %% Problems
 @dataclass(frozen=True)
 class Recipe:
@@ -83,6 +93,13 @@ def flat_digits_mlp() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), *digits_mlp(64))
 
 
+def cancer_mlp() -> nn.Sequential:
+    """Three layers for 30 features and two classes."""
+    return nn.Sequential(
+        nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20), nn.Tanh(), nn.Linear(20, 2)
+    )
+
+
 PROBLEMS = {
     "digits": Recipe(digits, digits_cnn, 1e-3, 64, 60),
     "digits-resnet": Recipe(digits, partial(resnet, 1, (8, 16, 32)), 3e-3, 64, 25),
@@ -90,6 +107,9 @@ PROBLEMS = {
     "digits-tokens": Recipe(digits, DigitsTransformer, 3e-3, 64, 40),
     "mnist": Recipe(mnist, strided_cnn, 1e-3, 128, 30),
     "cifar10": Recipe(cifar10, partial(strided_cnn, 3, 32), 1e-3, 128, 30),
+    "cifar10-wrn": Recipe(cifar10, partial(wide_resnet, 10, 1), 3e-3, 64, 15),
+    "cifar10-tokens": Recipe(cifar10, PatchTransformer, 2e-3, 64, 30),
+    "cancer-mlp": Recipe(cancer, cancer_mlp, 3e-3, 32, 40),
 }
 
 

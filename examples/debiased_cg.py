@@ -108,6 +108,25 @@ def final_losses(pairs):
     return torch.stack([train.loss[-1] for train, _ in pairs]).nan_to_num(float("inf"))
 
 
+# %% [markdown]
+# ## Will the first step help?
+# CG's first step goes along the mini-batch's gradient g, by slope over curvature. On other data it
+# lowers the quadratic only if their slope along g is more than half of g's own times the ratio of
+# the curvatures. Where training has come to rest, the full gradient is nearly zero, g is noise, and
+# no mini-batch's step can help.
+def first_step(problem, size, draws, options):
+    """Slope and curvature along a mini-batch's gradient: evaluation data over its own, ``[2]``."""
+    others = Quadratic(problem.model, LOSS, problem.evaluation or problem.train, **options)
+    ratios = []
+    for draw in range(draws):
+        generator = torch.Generator().manual_seed(draw)
+        batch = partition(problem.train, size, generator=generator, n_batches=1)[0]
+        own = Quadratic(problem.model, LOSS, batch, **options)
+        g = own.gradient
+        ratios.append([others.gradient @ g / (g @ g), g @ (others @ g) / (g @ (own @ g))])
+    return torch.tensor(ratios).mean(0)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run everything and save the pictures."""
     parser = argparse.ArgumentParser(
@@ -119,6 +138,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--eval-images", type=int, help="so many random images stand for all")
     parser.add_argument("--chunk-size", type=int, default=512, help="images per pass")
+    parser.add_argument("--first-step", action="store_true", help="say whether it can help")
     parser.add_argument("--progress-bar", action="store_true")
     args = parser.parse_args(argv)
     problem = load_problem(args)
@@ -132,11 +152,22 @@ def main(argv: list[str] | None = None) -> None:
     for size, methods in runs.items():
         single, debiased = (final_losses(methods[name]) for name in ("single", "debiased"))
         start = methods["single"][0][0].loss[0]
+        best = [
+            torch.stack([run.loss.nan_to_num(float("inf")).min() for run, _ in methods[name]])
+            for name in ("single", "debiased")
+        ]
         wins = int((debiased < single).sum())
         print(
-            f"  M = {size:6d}: start {start:.4f}, single-batch {single.mean():.4f}, debiased "
-            f"{debiased.mean():.4f}, debiased lower in {wins} of {len(single)}"
+            f"  M = {size:6d}: start {start:.4f}, single-batch {single.mean():.4f} (best "
+            f"{best[0].mean():.4f}), debiased {debiased.mean():.4f} (best {best[1].mean():.4f}), "
+            f"debiased lower in {wins} of {len(single)}"
         )
+        if args.first_step and size in args.batch_sizes:
+            slope, curvature = first_step(problem, size, args.draws, options).tolist()
+            print(
+                f"      along the gradient of a mini-batch: slope of all data {slope:.3f} of its "
+                f"own, curvature {curvature:.2f}; its first step helps above {curvature / 2:.2f}"
+            )
         if size in args.batch_sizes:
             assert wins >= 0.8 * len(single), f"single-batch CG ended lower too often at M = {size}"
 

@@ -308,6 +308,52 @@ class DigitsTransformer(nn.Module):
         return self.head(self.norm(h).mean(1))
 
 
+class PatchTransformer(nn.Module):
+    """Blocks of self-attention and of two GELU layers over the square patches of an image.
+
+    Each token is a patch beside its position (one-hot); all parameters belong to linear layers.
+
+    Args:
+        channels: Channels of the images.
+        size: Their height and width, a multiple of ``patch``.
+        patch: Height and width of a patch.
+        width: Of the tokens; the hidden layers have twice as many units.
+        depth: Number of blocks.
+
+    Examples:
+        >>> import torch
+        >>> PatchTransformer(width=8)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self, channels: int = 3, size: int = 32, patch: int = 8, width: int = 48, depth: int = 2
+    ) -> None:
+        """See the class."""
+        super().__init__()
+        self.patch, self.n_tokens = patch, (size // patch) ** 2
+        self.embed = nn.Linear(channels * patch**2 + self.n_tokens, width)
+        self.attention = nn.ModuleList([nn.Linear(width, 3 * width) for _ in range(depth)])
+        self.mix = nn.ModuleList([nn.Linear(width, width) for _ in range(depth)])
+        self.up = nn.ModuleList([nn.Linear(width, 2 * width) for _ in range(depth)])
+        self.down = nn.ModuleList([nn.Linear(2 * width, width) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images ``[N, channels, size, size]`` to logits ``[N, 10]``."""
+        tokens = nn.functional.unfold(x, self.patch, stride=self.patch).mT  # [N, T, channels * p^2]
+        positions = torch.eye(self.n_tokens, dtype=x.dtype, device=x.device)
+        h = self.embed(torch.cat([tokens, positions.expand(len(x), -1, -1)], dim=-1))
+        for attention, mix, up, down in zip(
+            self.attention, self.mix, self.up, self.down, strict=True
+        ):
+            q, k, v = attention(self.norm(h)).chunk(3, dim=-1)
+            h = h + mix((q @ k.mT / k.shape[-1] ** 0.5).softmax(-1) @ v)
+            h = h + down(nn.functional.gelu(up(self.norm(h))))
+        return self.head(self.norm(h).mean(1))
+
+
 # %% Parameters
 def weights_and_biases(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Split a model's parameters into weights, which the prior acts on, and biases.

@@ -72,15 +72,25 @@ def train(
     batch_size: int = 128,
     lr: float = 1e-2,
     checkpoints: tuple[int, ...] = (),
+    constant_sgd: float | None = None,
 ) -> dict[int, dict[str, Tensor]]:
-    """Train with Adam and a falling learning rate; return state dicts after some epochs."""
+    """Train with Adam and a falling learning rate; return state dicts after some epochs.
+
+    With ``constant_sgd`` train with SGD at that learning rate, which does not fall: the weights
+    keep jumping about the valley that they have found.
+    """
     X, y = data
     loss, states = nn.CrossEntropyLoss(), {}
     generator = torch.Generator().manual_seed(0)
     weights = [p for name, p in model.named_parameters() if not name.endswith("bias")]
-    optimizer = torch.optim.Adam(model.parameters(), lr)
-    steps = epochs * -(-len(y) // batch_size)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, total_iters=steps)
+    falls = constant_sgd is None
+    optimizer = (
+        torch.optim.Adam(model.parameters(), lr)
+        if falls
+        else torch.optim.SGD(model.parameters(), constant_sgd)
+    )
+    steps, end = epochs * -(-len(y) // batch_size), 0.02 if falls else 1.0
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, end, total_iters=steps)
     for epoch in range(1, epochs + 1):
         for index in torch.randperm(len(y), generator=generator).split(batch_size):
             optimizer.zero_grad()
@@ -94,12 +104,22 @@ def train(
     return states
 
 
-def digits_problem(label_noise: float = 0.5, epochs: int = 100, width: int = 256) -> Problem:
+def digits_problem(
+    label_noise: float = 0.5,
+    epochs: int = 100,
+    width: int = 256,
+    constant_sgd: float | None = None,
+) -> Problem:
     """Return the digits with a network trained on them, in some seconds."""
     train_data, test_data = digits(label_noise)
     model, l2 = digits_model(width), 1e-4
-    train(model, train_data, l2=l2, epochs=epochs)
-    return Problem(f"digits with {label_noise:.0%} random labels", model, train_data, test_data, l2)
+    name = f"digits with {label_noise:.0%} random labels"
+    options = {}
+    if constant_sgd is not None:
+        name += f", SGD at {constant_sgd:g}"
+        options = {"constant_sgd": constant_sgd, "batch_size": 64}
+    train(model, train_data, l2=l2, epochs=epochs, **options)
+    return Problem(name, model, train_data, test_data, l2)
 
 
 def cifar_problem(
@@ -135,6 +155,7 @@ def add_problem_flags(parser, label_noise: float) -> None:
     parser.add_argument("--n-data", type=int, help="use the first images only (CIFAR only)")
     parser.add_argument("--label-noise", type=float, default=label_noise, help="digits only")
     parser.add_argument("--epochs", type=int, default=100, help="of training (digits only)")
+    parser.add_argument("--constant-sgd", type=float, help="learning rate of SGD (digits only)")
     parser.add_argument("--width", type=int, default=256, help="of the network (digits only)")
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder for results")
 
@@ -142,7 +163,7 @@ def add_problem_flags(parser, label_noise: float) -> None:
 def load_problem(args) -> Problem:
     """Build the problem that the flags ask for."""
     if args.data == "digits":
-        return digits_problem(args.label_noise, args.epochs, args.width)
+        return digits_problem(args.label_noise, args.epochs, args.width, args.constant_sgd)
     if args.root is None or args.checkpoint is None:
         raise SystemExit(
             f"Expected --root and --checkpoint with --data {args.data}, got {args.root} and "

@@ -32,8 +32,8 @@ from torch import nn
 from examples.large_networks import VisionTransformer, resnet50, settle_norms, wide_resnet
 from examples.networks import all_cnn_c
 from laplace_debias import Laplace
-from laplace_debias.debias.eigen import eigh_float64, eigh_rows
-from laplace_debias.kfac.thin_kron import bases_of
+from laplace_debias.debias import eigen
+from laplace_debias.kfac import thin
 from laplace_debias.quadratics import Quadratic, RecordedProducts, cg, top_eigenvectors
 
 NETWORKS = {
@@ -142,12 +142,14 @@ def decompositions_alone(la) -> tuple[float, int]:
 
     A basis ``[d, r]`` of few rows is that of r rows; a full one of a d x d matrix.
     """
-    bases = {id(Q): Q.shape for block in bases_of(la.H) for Q in block}
+    bases = {id(Q): Q.shape for block in thin.bases_of(la.H) for Q in block}
     seconds = 0.0
     for d, r in bases.values():
         X = torch.randn(r if r < d else 2 * d, d)
         M = None if r < d else X.T @ X
-        seconds += cpu_seconds(lambda X=X, M=M: eigh_rows(X) if M is None else eigh_float64(M))
+        seconds += cpu_seconds(
+            lambda X=X, M=M: eigen.eigh_rows(X) if M is None else eigen.eigh_float64(M)
+        )
     return seconds, len(bases)
 
 

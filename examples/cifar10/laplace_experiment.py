@@ -46,8 +46,8 @@ from laplace_debias.comparison import (
     compare,
 )
 from laplace_debias.comparison.options import Fit
-from laplace_debias.kfac.grams import KFAC_APPROXES
-from laplace_debias.network.loss import SAMPLERS
+from laplace_debias.kfac.few_rows import KFAC_APPROXES
+from laplace_debias.network.vectors import SAMPLERS
 from laplace_debias.posterior.from_factors import fit_from_factors
 from laplace_debias.posterior.kron import DebiasedKronLaplace, Laplace
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from examples.cifar10.data import load_cifar, normalise
 from examples.cifar10.laplace_experiment import load_model
 from laplace_debias.kfac.engine import kfac_factors
-from laplace_debias.kfac.grams import KFAC_APPROXES
+from laplace_debias.kfac.few_rows import KFAC_APPROXES
 
 
 def ggn_trace(model: nn.Module, X: Tensor) -> float:

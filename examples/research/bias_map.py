@@ -35,39 +35,67 @@ two-batch loses by halving its data.
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
+from scipy.sparse.linalg import eigsh
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 from examples.classifiers import Problem, trained_problem
+from examples.research.bias_map_report import (
+    CHOSEN,
+    HELD_OUT,
+    LAST,
+    METHODS,
+    OTHER,
+    figure,
+    ratio,
+    table,
+)
 from laplace_debias import Laplace
 from laplace_debias.debias.eigen import eigh_float64
-from laplace_debias.debias.expected_bias import MIN_EFFECTIVE_ROWS, expected_bias
-from laplace_debias.debias.spectrum import curvature_along
+from laplace_debias.debias.expected_bias import expected_bias
 from laplace_debias.kfac.engine import kfac_factors
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.storage.cells import CellStore
 
-CHOSEN, HELD_OUT, LAST = "used to choose the rule", "held out", "held out from its limit, too"
-NETWORKS = {  # name: problem, seed of its training, what it was used for
-    "MLP": ("digits-mlp", 0, CHOSEN),
-    "CNN": ("digits", 0, CHOSEN),
-    "ResNet": ("digits-resnet", 0, HELD_OUT),
-    "tokens": ("digits-tokens", 0, HELD_OUT),
-    "MLP, seed 1": ("digits-mlp", 1, HELD_OUT),
-    "CNN, seed 1": ("digits", 1, HELD_OUT),
-    "ResNet, seed 1": ("digits-resnet", 1, LAST),
-    "tokens, seed 1": ("digits-tokens", 1, LAST),
-    "MLP, seed 2": ("digits-mlp", 2, LAST),
-    "CNN, seed 2": ("digits", 2, LAST),
+
+@dataclass(frozen=True)
+class Network:
+    """A network of the map: its problem, the seed of its training, and what it was used for."""
+
+    problem: str
+    seed: int
+    use: str
+    train_size: int | None = None
+    largest: int = 256  # mini-batch
+
+    @property
+    def needs_folder(self) -> bool:
+        """Whether its data have to be at hand."""
+        return self.problem.startswith("cifar10")
+
+
+NETWORKS = {
+    "MLP": Network("digits-mlp", 0, CHOSEN),
+    "CNN": Network("digits", 0, CHOSEN),
+    "ResNet": Network("digits-resnet", 0, HELD_OUT),
+    "tokens": Network("digits-tokens", 0, HELD_OUT),
+    "MLP, seed 1": Network("digits-mlp", 1, HELD_OUT),
+    "CNN, seed 1": Network("digits", 1, HELD_OUT),
+    "ResNet, seed 1": Network("digits-resnet", 1, LAST),
+    "tokens, seed 1": Network("digits-tokens", 1, LAST),
+    "MLP, seed 2": Network("digits-mlp", 2, LAST),
+    "CNN, seed 2": Network("digits", 2, LAST),
+    "MLP, cancer": Network("cancer-mlp", 0, OTHER),
+    "tokens, CIFAR": Network("cifar10-tokens", 0, OTHER, 2000),
+    "ResNet, CIFAR": Network("cifar10-wrn", 0, OTHER, 2000, 64),
 }
 FISHERS = {  # name: fisher, sampler, what it is an estimate of
     "exact": ("exact", "trace", "exact"),
@@ -75,9 +103,9 @@ FISHERS = {  # name: fisher, sampler, what it is an estimate of
     "label": ("mc", "label", "exact"),
     "empirical": ("empirical", "trace", "empirical"),
 }
-METHODS = ("single", "two-batch", "crossfit")
 PRIOR_PRECISION = 1.0
-WITHIN = 1.5
+WITH_POSTERIORS = ("MLP", "CNN", "ResNet", "tokens")
+FULL_SPECTRUM = 600  # largest factor of which all eigenvalues are computed
 
 
 # %% Factors
@@ -115,28 +143,68 @@ def factors_of(
     )
 
 
-def factor_cell(problem: Problem, approx: str, fisher: str, m: int, draws: int) -> list[dict]:
+class ExactFactors:
+    """Factors that several cells need, computed once: of all data, and B of mini-batches."""
+
+    def __init__(self, problem: Problem) -> None:
+        """Nothing is computed yet."""
+        self.problem = problem
+        self._full: dict[tuple[str, str], Factors] = {}
+        self._outputs: dict[tuple, list[Tensor]] = {}
+
+    def full(self, approx: str, fisher: str) -> Factors:
+        """The factors of all training data."""
+        if (approx, fisher) not in self._full:
+            everything = torch.arange(self.problem.n)
+            self._full[approx, fisher] = factors_of(self.problem, everything, approx, fisher)
+        return self._full[approx, fisher]
+
+    def outputs(self, approx: str, rows: Tensor) -> list[Tensor]:
+        """B of some data, exact."""
+        key = (approx, *rows.tolist())
+        if key not in self._outputs:
+            self._outputs[key] = factors_of(self.problem, rows, approx, "exact").B
+        return self._outputs[key]
+
+    def keep(self, approx: str, rows: Tensor, B: list[Tensor]) -> None:
+        """Take over what was computed elsewhere."""
+        self._outputs[(approx, *rows.tolist())] = B
+
+
+def factor_cell(
+    problem: Problem,
+    approx: str,
+    fisher: str,
+    m: int,
+    draws: int,
+    exact: ExactFactors | None = None,
+) -> list[dict]:
     """Over-estimation and its prediction for every factor, as lists over the draws."""
     kind, sampler, target = FISHERS[fisher]
-    full = factors_of(problem, torch.arange(problem.n), approx, target)
+    exact = exact or ExactFactors(problem)
+    full = exact.full(approx, target)
     found: dict[tuple[str, str], dict] = {}
     for draw in range(draws):
         generator = torch.Generator().manual_seed(1000 * m + draw)
         rows = torch.randperm(problem.n, generator=generator)[:m]
         options = {"generator": generator, "count_rows": True}
         batch = factors_of(problem, rows, approx, kind, sampler, **options)
-        same = batch if kind == target else factors_of(problem, rows, approx, target)
+        if fisher == "exact":
+            exact.keep(approx, rows, batch.B)
+        same_B = batch.B if kind == target else exact.outputs(approx, rows)
         for entry in expected_bias(batch).factors:
             if entry.factor == "A" and fisher != "exact":
                 continue  # the same for all Fishers
             i = batch.names.index(entry.name)
-            E, seen, all_data = (getattr(f, entry.factor)[i].double() for f in (batch, same, full))
+            E, all_data = (getattr(f, entry.factor)[i].double() for f in (batch, full))
+            seen = (batch.A if entry.factor == "A" else same_B)[i].double()
             # A is a mean over data, B a sum
             weights = (problem.n, m) if entry.factor == "A" else (1, 1)
             others = weights[0] * all_data - weights[1] * seen
             measured = shares(E, others) | {"predicted": entry.overestimation}
             measured |= {"rows": entry.effective_rows, "D": entry.effective_dimension}
-            measured["random-matrix"] = random_matrix(E, entry.effective_rows)
+            if len(E) <= FULL_SPECTRUM:
+                measured["random-matrix"] = random_matrix(E, entry.effective_rows)
             new = {
                 "layer": entry.name,
                 "factor": entry.factor,
@@ -152,16 +220,20 @@ def shares(E: Tensor, others: Tensor) -> dict[str, float]:
     """Shares of the trace along the eigenvectors of E, on its own data and on others.
 
     ``top`` is that of the first eigenvector, ``all`` the mean over all weighted by their
-    eigenvalues.
+    eigenvalues, which needs no eigenvectors: ``tr(E E) / tr(E)^2`` and
+    ``tr(E E') / (tr(E) tr(E'))``.
     """
-    lam, Q = eigh_float64(E)
-    lam = lam.clamp(min=0) / lam.clamp(min=0).sum()
-    held_out = curvature_along(others, Q) / others.trace()
+    share, held_out = E / E.trace(), others / others.trace()
+    if len(E) <= FULL_SPECTRUM:
+        top = eigh_float64(E)[1][:, -1]
+    else:
+        start = share.sum(1).numpy()
+        top = torch.from_numpy(eigsh(share.numpy(), k=1, which="LA", v0=start)[1][:, 0])
     return {
-        "top": float(lam[-1]),
-        "top, others": float(held_out[-1]),
-        "all": float(lam @ lam),
-        "all, others": float(lam @ held_out),
+        "top": float(top @ share @ top),
+        "top, others": float(top @ held_out @ top),
+        "all": float((share * share).sum()),
+        "all, others": float((share * held_out).sum()),
     }
 
 
@@ -201,11 +273,34 @@ def posterior(problem: Problem, approx: str, fisher: str, method: str, batches: 
     return la
 
 
+def auto_posterior(problem: Problem, approx: str, n_passes: int, generator: torch.Generator):
+    """Our automatic fit with as many backward passes; it draws from all training data."""
+    la = Laplace(
+        problem.model,
+        "classification",
+        "all",
+        "kron",
+        debias="auto",
+        tolerance=None,
+        n_passes=max(n_passes, 8),
+        kfac_approx=approx,
+        prior_precision=PRIOR_PRECISION,
+        generator=generator,
+    )
+    data = TensorDataset(problem.x, problem.y)
+    la.fit(DataLoader(data, 256, shuffle=True, generator=generator), n_data=problem.n)
+    return la
+
+
 def posterior_cell(
     problem: Problem, store: CellStore, approx: str, fisher: str, m: int, sizes: Sizes
 ) -> dict[str, float]:
-    """Mean distance of each method to the full batch, over draws, test inputs and logits."""
+    """Mean distance of each method to the full batch, over draws, test inputs and logits.
+
+    ``auto`` estimates the GGN, so that there is none for the empirical Fisher.
+    """
     kind, sampler, target = FISHERS[fisher]
+    methods = [name for name in METHODS if name != "auto" or target == "exact"]
 
     def full_batch() -> Tensor:
         la = posterior(problem, approx, target, "single", [(problem.x, problem.y)])
@@ -213,14 +308,18 @@ def posterior_cell(
 
     def measure() -> dict[str, float]:
         reference = store.get(f"reference {approx} {target}", full_batch)
-        distances = dict.fromkeys(METHODS, 0.0)
+        distances = dict.fromkeys(methods, 0.0)
+        n_vectors = reference.shape[1] - 1 if fisher == "exact" else 1
         for draw in range(sizes.posterior_draws):
             generator = torch.Generator().manual_seed(1000 * m + draw)
             rows = torch.randperm(problem.n, generator=generator)[:m]
             halves = [(problem.x[half], problem.y[half]) for half in rows.chunk(2)]
-            for method in METHODS:
-                options = {"sampler": sampler, "generator": generator}
-                la = posterior(problem, approx, kind, method, halves, **options)
+            for method in methods:
+                if method == "auto":
+                    la = auto_posterior(problem, approx, m * n_vectors, generator)
+                else:
+                    options = {"sampler": sampler, "generator": generator}
+                    la = posterior(problem, approx, kind, method, halves, **options)
                 log_ratio = (deviations(problem, la, sizes.n_test) / reference).log()
                 distances[method] += float(log_ratio.abs().mean()) / sizes.posterior_draws
         return distances
@@ -234,29 +333,46 @@ def approximations(network: str) -> tuple[str, ...]:
     return ("expand",) if network.startswith("MLP") else ("expand", "reduce", "backpack")
 
 
-def run(networks: list[str], sizes: Sizes, folder: Path | None) -> tuple[list[dict], list[dict]]:
-    """Measure, or read, all factors and posteriors; posteriors for first seeds only."""
+def run(
+    networks: list[str], sizes: Sizes, output: Path | None, cifar10: Path | None = None
+) -> tuple[list[dict], list[dict]]:
+    """Measure, or read, all factors and posteriors; posteriors for the digits' first seeds only.
+
+    Args:
+        networks: Their names.
+        sizes: How large the map is.
+        output: Folder of the cells.
+        cifar10: Where CIFAR-10 lies, for the networks that need it.
+    """
     factors: list[dict] = []
     posteriors: list[dict] = []
     for network in tqdm(networks):
-        name, seed, _ = NETWORKS[network]
-        problem = trained_problem(name, sizes.epochs, seed=seed)
-        config = {"network": network, **vars(sizes), "batch_sizes": list(sizes.batch_sizes)}
-        store = CellStore(None if folder is None else folder / network, config)
+        chosen = NETWORKS[network]
+        problem = trained_problem(
+            chosen.problem,
+            sizes.epochs,
+            seed=chosen.seed,
+            folder=cifar10,
+            train_size=chosen.train_size,
+        )
+        exact = ExactFactors(problem)
+        config = {"network": network, **vars(sizes)}
+        del config["batch_sizes"]  # cells of other sizes are welcome
+        store = CellStore(None if output is None else output / network, config)
         for fisher in FISHERS:
-            for m in sizes.batch_sizes:
-                label = {"network": network, "fisher": fisher, "m": m}
+            for m in [m for m in sizes.batch_sizes if m <= chosen.largest]:
+                label = {"network": network, "use": chosen.use, "fisher": fisher, "m": m}
                 measured = {
                     approx: store.get(
                         f"factors {approx} {fisher} {m}",
-                        lambda args=(problem, approx, fisher, m): factor_cell(*args, sizes.draws),
+                        partial(factor_cell, problem, approx, fisher, m, sizes.draws, exact),
                     )
                     for approx in approximations(network)
                     if approx != "backpack"
                 }
                 rows = [{"approx": a, **label, **row} for a in measured for row in measured[a]]
                 factors += distinct(rows)
-                for approx in () if seed else approximations(network):
+                for approx in approximations(network) if network in WITH_POSTERIORS else ():
                     distances = posterior_cell(problem, store, approx, fisher, m, sizes)
                     parts = ("reduce", "expand") if approx == "backpack" else (approx, approx)
                     behind = [
@@ -282,145 +398,14 @@ def distinct(rows: list[dict]) -> list[dict]:
     ]
 
 
-# %% Report
-def mean(row: dict, key: str) -> float:
-    """Mean over the draws."""
-    return sum(draw[key] for draw in row["draws"]) / len(row["draws"])
-
-
-def ratio(row: dict) -> float:
-    """Effective rows over effective dimension, the harmonic mean over the draws."""
-    return len(row["draws"]) / sum(draw["D"] / draw["rows"] for draw in row["draws"])
-
-
-def overestimation(row: dict, which: str) -> float:
-    """Ratio of mean shares.
-
-    Of the top direction (``top``), or of all by their curvature (``all``).
-    """
-    return mean(row, which) / mean(row, f"{which}, others")
-
-
-def prediction(row: dict, key: str = "predicted", share: str = "all") -> float:
-    """The same from each mini-batch alone: its share over its predicted share, means of both."""
-    predicted = [draw[share] / draw[key] for draw in row["draws"]]
-    return mean(row, share) * len(predicted) / sum(predicted)
-
-
-def verdict(rows: list[dict], which: str, key: str = "predicted") -> tuple[float, float, float]:
-    """Share of factors predicted within a factor 1.5, and the smallest and largest quotient."""
-    share = "top" if key == "random-matrix" else "all"
-    quotients = [prediction(row, key, share) / overestimation(row, which) for row in rows]
-    good = sum(1 / WITHIN <= q <= WITHIN for q in quotients) / len(quotients)
-    return good, min(quotients), max(quotients)
-
-
-def single_draws(rows: list[dict], which: str) -> float:
-    """Share of single mini-batches whose prediction is within 1.5 of the mean over-estimation."""
-    quotients = [d["predicted"] / overestimation(row, which) for row in rows for d in row["draws"]]
-    return sum(1 / WITHIN <= q <= WITHIN for q in quotients) / len(quotients)
-
-
-def table(factors: list[dict], posteriors: list[dict]) -> str:
-    """What was found, in numbers."""
-    lines = [
-        "Predicted over measured over-estimation: share within a factor 1.5 (smallest, largest)",
-        f"{'':32}{'factors':>8}{'curvature-weighted':>24}{'top direction':>24}"
-        f"{'one mini-batch':>15}{'random-matrix, top':>24}",
-    ]
-
-    def add_line(name: str, rows: list[dict]) -> None:
-        if not rows:
-            return
-        cells = [verdict(rows, "all"), verdict(rows, "top"), verdict(rows, "top", "random-matrix")]
-        a, b, c = (f"{good:.0%} ({low:.2f}, {high:.2f})" for good, low, high in cells)
-        lines.append(
-            f"{name:32}{len(rows):>8}{a:>24}{b:>24}{single_draws(rows, 'all'):>15.0%}{c:>24}"
-        )
-
-    for title in (CHOSEN, HELD_OUT, LAST):
-        rows = [row for row in factors if NETWORKS[row["network"]][2] == title]
-        add_line(title, rows)
-        biased = [row for row in rows if overestimation(row, "all") > 1.2]
-        add_line("  over-estimated by > 20 %", biased)
-        for name, some in (("  enough rows", rows), ("    and over-estimated", biased)):
-            add_line(name, [row for row in some if mean(row, "rows") >= MIN_EFFECTIVE_ROWS])
-        for fisher in FISHERS:
-            add_line(f"  {fisher}", [row for row in rows if row["fisher"] == fisher])
-    for network in dict.fromkeys(row["network"] for row in factors):
-        add_line(network, [row for row in factors if row["network"] == network])
-    lines.append("")
-    lines.append(
-        "Median distance to the full batch, mean |log ratio of predictive standard deviations|, by "
-        "effective rows over effective dimension of the weakest factor"
-    )
-    lines.append(f"{'ratio':>12}{'posteriors':>11}" + "".join(f"{name:>11}" for name in METHODS))
-    for low, high in ((1, 1.5), (1.5, 3), (3, 10), (10, math.inf)):
-        there = [row for row in posteriors if low <= row["ratio"] < high]
-        if there:
-            medians = "".join(f"{median(row[name] for row in there):>11.3f}" for name in METHODS)
-            lines.append(f"{f'{low} to {high}':>12}{len(there):>11}{medians}")
-    return "\n".join(lines)
-
-
-def figure(factors: list[dict], posteriors: list[dict], path: Path) -> None:
-    """The map, in one column: by rows, by effective rows with the rule, and posteriors."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    fig, axes = plt.subplots(3, 1, figsize=(3.4, 7.4), constrained_layout=True)
-    small = {"fontsize": 7}
-    shapes = {"MLP": "o", "CNN": "s", "ResNet": "^", "tokens": "D"}
-    for network, shape in shapes.items():
-        rows = [row for row in factors if row["network"].split(",")[0] == network]
-        measured = [overestimation(row, "all") for row in rows]
-        fills = ["0.35" if row["factor"] == "B" else "white" for row in rows]
-        style = {"marker": shape, "s": 11, "c": fills, "edgecolors": "0.2", "linewidths": 0.4}
-        axes[0].scatter([r["n_rows"] / r["dimension"] for r in rows], measured, **style)
-        axes[1].scatter([ratio(row) for row in rows], measured, **style)
-        axes[1].scatter([], [], marker=shape, s=14, c="0.35", label=network)
-    axes[1].scatter([], [], marker="o", s=14, c="white", edgecolors="0.2", label="inputs (A)")
-    x = torch.logspace(math.log10(1.08), 3, 200)
-    axes[1].plot(x, 1 / (1 - 1 / x), "k-", lw=1, label=r"rule for many data: $1/(1 - D/m)$")
-    axes[0].set_xlabel("rows / dimension", **small)
-    axes[1].set_xlabel("effective rows $m$ / effective dimension $D$", **small)
-    for ax in axes[:2]:
-        ax.set_ylabel("over-estimation of top curvature", **small)
-        ax.set_yscale("log")
-        ax.set_yticks([1, 2, 4, 8], ["1", "2", "4", "8"])
-        ax.minorticks_off()
-    axes[1].legend(fontsize=6, frameon=False)
-    looks = {"single": ("x", "0.0"), "two-batch": ("o", "0.55"), "crossfit": ("^", "0.75")}
-    for method, (marker, shade) in looks.items() if posteriors else ():
-        found = sorted((row["ratio"], row[method]) for row in posteriors)
-        axes[2].scatter(*zip(*found, strict=True), marker=marker, s=9, c=shade, lw=0.6, alpha=0.6)
-        ends = [found[i * len(found) // 5 : (i + 1) * len(found) // 5] for i in range(5)]
-        middle = [[median(column) for column in zip(*part, strict=True)] for part in ends if part]
-        style = {"single": "-", "two-batch": "--", "crossfit": ":"}[method]
-        axes[2].plot(
-            *zip(*middle, strict=True), style, marker=marker, ms=5, c="k", mfc=shade, label=method
-        )
-    axes[2].set_xlabel("$m / D$ of the posterior's weakest factor", **small)
-    axes[2].set_ylabel("distance to the full batch", **small)
-    axes[2].set_yscale("log")
-    if posteriors:
-        axes[2].legend(fontsize=6, frameon=False)
-    for ax in axes:
-        ax.set_xscale("log")
-        ax.tick_params(labelsize=6)
-    fig.savefig(path, dpi=200)
-    plt.close(fig)
-
-
 # %% Everything
 def main(argv: list[str] | None = None) -> tuple[list[dict], list[dict]]:
     """Measure, print the tables, and write the figure."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--networks", nargs="*", choices=list(NETWORKS), default=list(NETWORKS))
+    parser.add_argument("--networks", nargs="*", choices=list(NETWORKS), help="all by default")
+    parser.add_argument("--folder", type=Path, help="where CIFAR-10 lies; without it none of it")
     parser.add_argument("--batch-sizes", type=int, nargs="*", default=[16, 64, 256])
     parser.add_argument("--draws", type=int, default=10, help="of each factor")
     parser.add_argument("--posterior-draws", type=int, default=2)
@@ -431,7 +416,10 @@ def main(argv: list[str] | None = None) -> tuple[list[dict], list[dict]]:
     sizes = Sizes(
         tuple(args.batch_sizes), args.draws, args.posterior_draws, args.test_size, args.epochs
     )
-    factors, posteriors = run(args.networks, sizes, args.output)
+    networks = args.networks or [
+        name for name, network in NETWORKS.items() if args.folder or not network.needs_folder
+    ]
+    factors, posteriors = run(networks, sizes, args.output, args.folder)
     print(table(factors, posteriors))
     figure(factors, posteriors, args.output / "bias_map.png")
     return factors, posteriors

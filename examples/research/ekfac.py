@@ -16,11 +16,11 @@ from torch import Tensor
 
 from examples.classifiers import Problem
 from examples.research.debiasing_lab import Curves, Fitter, Method, bases_of, curves, reevaluated
+from laplace_debias.evaluation import default_grid
 from laplace_debias.evaluation.predictors import run_sweep
-from laplace_debias.evaluation.sweep import default_grid
 from laplace_debias.evaluation.table import fresh_metrics
 from laplace_debias.kfac.backend import HookGGN
-from laplace_debias.network.loss import softmax_hessian_root
+from laplace_debias.network.vectors import softmax_hessian_root
 from laplace_debias.predictive.predictor import StructuredPredictor
 
 

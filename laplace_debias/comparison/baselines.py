@@ -12,21 +12,17 @@ from typing import Any
 
 import torch
 from scipy.optimize import minimize_scalar
-from torch import Tensor, nn
+from torch import nn
 
 from laplace_debias.comparison.rows import DIAGONAL, LAST_LAYER, PLAIN, PRIOR_ONLY, TEMPERATURE
 from laplace_debias.data.reading import read
 from laplace_debias.data.targets import IGNORED
-from laplace_debias.debias.spectrum import FitResult
-from laplace_debias.evaluation.counted import counted_rows
 from laplace_debias.evaluation.metrics import most_probable
-from laplace_debias.network.calling import call_model
-from laplace_debias.network.positions import classes_last
+from laplace_debias.evaluation.predictors import counted_rows
+from laplace_debias.network.calling import call_model, classes_last
 from laplace_debias.network.preserve import evaluation_mode
-from laplace_debias.network.upstream import posterior_params
-from laplace_debias.posterior.debiased import DebiasedPosterior
 
-__all__ = ["BASELINES", "best_temperature", "check_baselines", "prior_only"]
+__all__ = ["BASELINES", "best_temperature", "check_baselines"]
 
 BASELINES = (PLAIN, TEMPERATURE, LAST_LAYER, PRIOR_ONLY, DIAGONAL)
 
@@ -97,30 +93,3 @@ def best_temperature(
 
     found = minimize_scalar(nll, bounds=(-math.log(20), math.log(20)), method="bounded")
     return math.exp(float(found.x))
-
-
-def prior_only(la: DebiasedPosterior, n_data: int, n_outputs: int) -> None:
-    r"""Give ``la`` a posterior without any curvature: the prior, precision :math:`\delta I`.
-
-    The predictive covariance is :math:`J J^\top / \delta`. arXiv 2312.10464 claims that it suffices
-    to tell data out of distribution.
-
-    Args:
-        la: A Kron approximation with ``debias="single"``; it is fitted afterwards.
-        n_data: Number N of training data.
-        n_outputs: Number C of outputs.
-
-    Example:
-        >>> from laplace_debias import Laplace
-        >>> la = Laplace(nn.Linear(2, 1), "regression", "all", "kron", debias="single")
-        >>> prior_only(la, n_data=10, n_outputs=1)
-        >>> la(torch.tensor([[1.0, 2.0]]))[1].squeeze()  # 1 + 4 + 1 for the bias
-        tensor(6.)
-    """
-    Q, lam = [], []
-    for p in posterior_params(la):
-        sizes = [len(p)] if p.ndim == 1 else [len(p), p[0].numel()]
-        Q.append([torch.eye(d, dtype=p.dtype, device=p.device) for d in sizes])
-        lam.append([torch.zeros(d, dtype=p.dtype, device=p.device) for d in sizes])
-    nothing: Tensor = torch.zeros((), dtype=Q[0][0].dtype, device=Q[0][0].device)
-    la.take_over(FitResult(Q, lam, lam, [], nothing, n_data, n_outputs))

@@ -38,11 +38,11 @@ from laplace_debias.comparison.rows import (
     ComparisonRow,
 )
 from laplace_debias.comparison.runs import evaluate_sets
-from laplace_debias.data.progress import bar
-from laplace_debias.data.reading import as_batches
+from laplace_debias.data.loaders import as_batches, bar
 from laplace_debias.data.targets import IGNORED
-from laplace_debias.evaluation.sweep import default_grid
 from laplace_debias.network.loss import likelihood_name
+from laplace_debias.posterior.kron import Laplace
+from laplace_debias.predictive.eigenblocks import default_grid
 from laplace_debias.storage.cells import CellStore
 from laplace_debias.storage.fingerprints import plain_options
 
@@ -103,8 +103,10 @@ def compare(
         n_draws: Number of draws per budget.
         prior_precisions: Grid, in laplace-torch's units; by default the paper's,
             :func:`~laplace_debias.evaluation.sweep.default_grid`.
-        laplace: Arguments of :func:`~laplace_debias.posterior.factory.Laplace`, such as
-            ``backend``. ``subset_of_weights`` is ``"all"`` unless it is among them. The options of
+        laplace: Arguments of :func:`~laplace_debias.posterior.kron.Laplace`, such as
+            ``kfac_approx``, ``fisher`` and ``sampler``, for the full batch, too (``"auto"`` draws
+            vectors of its own). ``subset_of_weights`` is ``"all"`` unless it is among them. The
+            options of
             :class:`~laplace_debias.debias.options.CrossfitOptions`, such as
             ``{"sampling": "curvature"}``, and of
             :class:`~laplace_debias.debias.options.AutoOptions` reach their methods only.
@@ -165,8 +167,9 @@ def compare(
     store = CellStore.for_run(folder, model, data, options=config, data_id=data_id)
 
     fitting = Fitting(
-        model, train_loader, val_loader, kind, laplace, custom, reference, prediction, grid, seed
-    )
+        Laplace, model, train_loader, val_loader, kind, laplace, custom, reference, prediction,
+        grid, seed,
+    )  # fmt: skip
 
     def evaluated(cells: list[_Cell]) -> list[list[dict[str, Any]]]:
         """Rows of some cells, from shared passes over the data."""

@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from laplace_debias.data.reading import read
-from laplace_debias.network.calling import call_model
-from laplace_debias.network.positions import classes_last
+from laplace_debias.network.calling import call_model, classes_last
 from laplace_debias.network.preserve import evaluation_mode
 
 __all__ = ["check_budgets", "draw_generator", "draw_loaders", "n_outputs", "whole_loader"]

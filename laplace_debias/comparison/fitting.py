@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from laplace.baselaplace import KronLaplace
-from torch import nn
+import torch
+from laplace.baselaplace import BaseLaplace, KronLaplace
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from laplace_debias.comparison.baselines import best_temperature, prior_only
+from laplace_debias.comparison.baselines import best_temperature
 from laplace_debias.comparison.draws import draw_generator, draw_loaders, n_outputs, whole_loader
 from laplace_debias.comparison.options import CustomMethod, Prediction, Reference
 from laplace_debias.comparison.rows import (
@@ -30,13 +31,14 @@ from laplace_debias.comparison.rows import (
 from laplace_debias.comparison.runs import Run, plain_run, predictor_run
 from laplace_debias.data.targets import IGNORED
 from laplace_debias.debias.options import AutoOptions, CrossfitOptions
+from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.network.loss import Likelihood
+from laplace_debias.network.upstream import posterior_params
 from laplace_debias.posterior.debiased import DebiasedPosterior
-from laplace_debias.posterior.kron import Laplace
 from laplace_debias.predictive.diagonal import DiagonalPredictor, diagonal_ggn
 from laplace_debias.predictive.predictor import StructuredPredictor
 
-__all__ = ["Cost", "Fitting"]
+__all__ = ["Cost", "Fitting", "prior_only"]
 
 Cost = dict[str, float]
 
@@ -46,6 +48,7 @@ class Fitting:
     """Everything that decides how a posterior is made from a method, a budget and a draw.
 
     Attributes:
+        factory: Makes approximations that are not fitted yet: :func:`laplace_debias.Laplace`.
         model: The trained network.
         train_loader: Loader over all N training data.
         val_loader: Validation data, for a temperature.
@@ -58,6 +61,7 @@ class Fitting:
         seed: Decides draws and random numbers.
     """
 
+    factory: Callable[..., BaseLaplace]
     model: nn.Module
     train_loader: DataLoader[Any]
     val_loader: Iterable[Any] | None
@@ -172,7 +176,8 @@ class Fitting:
         if defaults.get("subset_of_weights") is not None:
             given.pop("subset_of_weights", None)
         kwargs = {**defaults, **given}
-        la = Laplace(self.model, self.likelihood, hessian_structure="kron", debias=debias, **kwargs)
+        kwargs |= {"hessian_structure": "kron", "debias": debias}
+        la = self.factory(self.model, self.likelihood, **kwargs)
         if not isinstance(la, DebiasedPosterior):
             raise TypeError(
                 f"Expected a debiased Kron posterior, got {type(la).__name__}. Remedy: leave "
@@ -188,3 +193,30 @@ def _cost(n: int, start: float, n_vectors: int = 0) -> Cost:
         "backward": n * n_vectors,
         "seconds": time.perf_counter() - start,
     }
+
+
+def prior_only(la: DebiasedPosterior, n_data: int, n_outputs: int) -> None:
+    r"""Give ``la`` a posterior without any curvature: the prior, precision :math:`\delta I`.
+
+    The predictive covariance is :math:`J J^\top / \delta`. arXiv 2312.10464 claims that it suffices
+    to tell data out of distribution.
+
+    Args:
+        la: A Kron approximation with ``debias="single"``; it is fitted afterwards.
+        n_data: Number N of training data.
+        n_outputs: Number C of outputs.
+
+    Example:
+        >>> from laplace_debias import Laplace
+        >>> la = Laplace(nn.Linear(2, 1), "regression", "all", "kron", debias="single")
+        >>> prior_only(la, n_data=10, n_outputs=1)
+        >>> la(torch.tensor([[1.0, 2.0]]))[1].squeeze()  # 1 + 4 + 1 for the bias
+        tensor(6.)
+    """
+    Q, lam = [], []
+    for p in posterior_params(la):
+        sizes = [len(p)] if p.ndim == 1 else [len(p), p[0].numel()]
+        Q.append([torch.eye(d, dtype=p.dtype, device=p.device) for d in sizes])
+        lam.append([torch.zeros(d, dtype=p.dtype, device=p.device) for d in sizes])
+    nothing: Tensor = torch.zeros((), dtype=Q[0][0].dtype, device=Q[0][0].device)
+    la.take_over(FitResult(Q, lam, lam, [], nothing, n_data, n_outputs))

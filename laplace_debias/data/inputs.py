@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,9 +17,12 @@ __all__ = [
     "concatenate",
     "datum_shapes",
     "map_tensors",
+    "on_device",
+    "ordinary",
     "rows_of",
     "size_of",
     "take",
+    "tensor_bytes",
     "tensors_of",
     "widen",
 ]
@@ -237,3 +240,48 @@ def widen(x: Any) -> Any:
         (torch.float32, torch.int64)
     """
     return map_tensors(x, lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t)
+
+
+def tensor_bytes(tensor: Tensor) -> Any:
+    """Return a tensor's content, of any dtype, as a buffer.
+
+    Example:
+        >>> tensor_bytes(torch.ones(2, dtype=torch.int16)).tolist()
+        [1, 0, 1, 0]
+    """
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+
+def on_device(x: Inputs, device: torch.device) -> Inputs:
+    """Inputs whose tensors are on a device and can be used outside of inference mode.
+
+    Args:
+        x: A tensor, or a mapping or tuple of tensors and anything else.
+        device: The device.
+
+    Returns:
+        The same inputs, copied only where need be.
+
+    Example:
+        >>> x = {"x": torch.ones(1)}
+        >>> on_device(x, torch.device("cpu")) is x
+        True
+    """
+    if any(value.device != device or value.is_inference() for value in tensors_of(x)):
+        return cast(Inputs, map_tensors(x, lambda value: ordinary(value.to(device))))
+    return x
+
+
+def ordinary(value: Tensor) -> Tensor:
+    """A tensor that autograd takes: one of inference mode is copied.
+
+    Args:
+        value: Any tensor.
+
+    Example:
+        >>> x = torch.ones(1)
+        >>> ordinary(x) is x
+        True
+    """
+    with torch.inference_mode(False):
+        return value.clone() if value.is_inference() else value

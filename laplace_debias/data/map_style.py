@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from laplace_debias.data.shares import n_own
+from laplace_debias.data.loaders import n_own
 
 __all__ = ["MapStyle", "is_map_style"]
 

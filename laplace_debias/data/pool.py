@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from laplace_debias.data.inputs import Batch, Inputs, Keys, concatenate, datum_shapes, take
+from laplace_debias.data.loaders import in_order
 from laplace_debias.data.map_style import MapStyle, is_map_style
 from laplace_debias.data.processes import processes, together
 from laplace_debias.data.roles import TrainingData
 
-__all__ = ["Pool", "segments"]
+__all__ = ["Pool", "given_scores", "segments"]
 
 
 def segments(
@@ -228,3 +229,36 @@ class Pool:
                     [take(self._kept[b][0], slice(j, j + 1), key) for b, j in found], key
                 )
                 yield part, (X, torch.cat([self._kept[b][1][j : j + 1] for b, j in found]))
+
+
+def given_scores(pool: Pool, given: Tensor) -> Tensor:
+    """Scores from training of the pool's data, of all processes, in its order.
+
+    Args:
+        pool: The pool of a map-style loader.
+        given: One score for each datum of its dataset.
+
+    Returns:
+        Scores ``[n]``.
+
+    Raises:
+        ValueError: For a stream, or if the scores do not fit the dataset.
+    """
+    with together("looking up its scores"):
+        if pool.map is None:
+            raise ValueError(
+                "Expected no `scores` with a stream, whose data have no positions, got some. "
+                "Remedy: pass a DataLoader over a map-style dataset, or leave `scores` out."
+            )
+        n = len(pool.data.loader.dataset)
+        if len(given) != n:
+            raise ValueError(
+                f"Expected one score for each of the {n} data of the dataset, got {len(given)}. "
+                "Remedy: keep the scores in the order of the dataset."
+            )
+        scores = given.cpu()[torch.tensor(pool.map.positions, dtype=torch.long)]
+    group = processes()
+    if group is None:
+        return scores
+    numbers, parts = zip(*group.gather((pool.own(), scores)), strict=True)
+    return in_order(list(numbers), list(parts))

@@ -8,7 +8,7 @@ the connection breaks (gloo), at the latest after the group's time-out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Processes", "counted", "from_main", "is_main", "processes", "together", "total"]
+__all__ = ["Processes", "counted", "from_main", "processes", "shared_out", "together", "total"]
 
 _FINE, _RAISED = 0, 1
 T = TypeVar("T")
@@ -96,8 +96,7 @@ class Processes:
             Exception: This process's own error.
             RuntimeError: If another process has failed, or is gone.
         """
-        statuses = self._statuses(_FINE if error is None else _RAISED, work, error)
-        if not any(statuses):
+        if not any(self._statuses(_FINE if error is None else _RAISED, work, error)):
             return
         text = None if error is None else f"{type(error).__name__}: {error}"
         messages = {rank: text for rank, text in enumerate(self.gather(text)) if text is not None}
@@ -195,17 +194,6 @@ def processes() -> Processes | None:
     return _CURRENT[key]
 
 
-def is_main() -> bool:
-    """Whether this process speaks for all: rank 0, or the only one.
-
-    Example:
-        >>> is_main()
-        True
-    """
-    group = processes()
-    return group is None or group.rank == 0
-
-
 @contextmanager
 def together(work: str) -> Iterator[None]:
     """Do a share of some work; if that of any process raises, all raise.
@@ -289,3 +277,24 @@ def counted(n_data: int) -> int:
             "loaders' datasets."
         )
     return found
+
+
+def shared_out(costs: Sequence[float], group: Processes | None) -> list[int]:
+    """Deal out jobs: the dearest first, each to the process with the least to do so far.
+
+    Args:
+        costs: Of each job.
+        group: The processes, ``None`` if there is only this one.
+
+    Returns:
+        The rank that does each job, the same in every process.
+
+    Example:
+        >>> shared_out([1.0, 8.0, 4.0, 3.0], Processes(0, 2))
+        [1, 0, 1, 1]
+    """
+    load, ranks = [0.0] * (1 if group is None else group.size), [0] * len(costs)
+    for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
+        ranks[job] = load.index(min(load))
+        load[ranks[job]] += costs[job]
+    return ranks

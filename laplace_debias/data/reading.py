@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
-from typing import Any, Literal, NoReturn, cast, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -12,17 +12,17 @@ from laplace_debias.data.inputs import (
     INPUT_TYPES,
     Batch,
     Inputs,
-    map_tensors,
+    on_device,
+    ordinary,
     size_of,
     take,
     tensors_of,
 )
+from laplace_debias.data.loaders import as_batches, bar, described, n_own
 from laplace_debias.data.processes import processes
-from laplace_debias.data.progress import bar
-from laplace_debias.data.shares import n_own
-from laplace_debias.data.weighted import weighted
+from laplace_debias.data.targets import weighted
 
-__all__ = ["MissingKeyError", "as_batches", "on_device", "read", "unpack"]
+__all__ = ["MissingKeyError", "read", "unpack"]
 
 
 class MissingKeyError(KeyError, ValueError):
@@ -146,7 +146,7 @@ def unpack(
     Returns:
         ``X`` (the mapping itself for mappings, as laplace-torch hands it to the model) and ``y``,
         which is ``None`` if there need not be targets and are none, and
-        :class:`~laplace_debias.data.weighted.WeightedTargets` if there are sample weights.
+        :class:`~laplace_debias.data.targets.WeightedTargets` if there are sample weights.
 
     Raises:
         ValueError: If the mini-batch has another form, has no targets where it must, or its inputs
@@ -166,12 +166,12 @@ def unpack(
     if not isinstance(X, INPUT_TYPES):
         raise ValueError(
             "Expected the inputs of a mini-batch as a tensor, a mapping or a tuple, got "
-            f"{_described(X)}. Remedy: `torch.as_tensor(...)`, or a `DataLoader`, which makes "
+            f"{described(X)}. Remedy: `torch.as_tensor(...)`, or a `DataLoader`, which makes "
             "tensors."
         )
     if isinstance(y, Tensor) and y.ndim > 0:
         whole = not (y.is_floating_point() or y.is_complex())
-        y = _ordinary(y.to(device, torch.long if whole else y.dtype))  # as losses want them
+        y = ordinary(y.to(device, torch.long if whole else y.dtype))  # as losses want them
     elif not labelled:
         y = None
     elif y is None:
@@ -179,7 +179,7 @@ def unpack(
     else:
         raise ValueError(
             f"Expected the targets of a mini-batch as a tensor with one row per datum, got "
-            f"{_described(y)}. Remedy: a `DataLoader`, which makes mini-batches of tensors out of "
+            f"{described(y)}. Remedy: a `DataLoader`, which makes mini-batches of tensors out of "
             "a dataset's items."
         )
     for value in tensors_of(X):
@@ -195,32 +195,6 @@ def unpack(
     return on_device(X, device), y if w is None or y is None else weighted(y, w)
 
 
-def on_device(x: Inputs, device: torch.device) -> Inputs:
-    """Inputs whose tensors are on a device and can be used outside of inference mode.
-
-    Args:
-        x: A tensor, or a mapping or tuple of tensors and anything else.
-        device: The device.
-
-    Returns:
-        The same inputs, copied only where need be.
-
-    Example:
-        >>> x = {"x": torch.ones(1)}
-        >>> on_device(x, torch.device("cpu")) is x
-        True
-    """
-    if any(value.device != device or value.is_inference() for value in tensors_of(x)):
-        return cast(Inputs, map_tensors(x, lambda value: _ordinary(value.to(device))))
-    return x
-
-
-def _ordinary(value: Tensor) -> Tensor:
-    """A tensor that autograd takes: one of inference mode is copied."""
-    with torch.inference_mode(False):
-        return value.clone() if value.is_inference() else value
-
-
 def _parts(batch: Any, dict_key_y: str, labelled: bool) -> tuple[Any, Any]:
     """Inputs and targets of a mini-batch as they come; ``None`` where there are no targets."""
     if isinstance(batch, MutableMapping):
@@ -230,7 +204,7 @@ def _parts(batch: Any, dict_key_y: str, labelled: bool) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and batch and (len(batch) <= 2 or not labelled):
         return batch[0], batch[1] if len(batch) == 2 else None
     raise ValueError(
-        f"Expected mini-batches `(X, y)` or mappings, got {_described(batch)}. Remedy: let the "
+        f"Expected mini-batches `(X, y)` or mappings, got {described(batch)}. Remedy: let the "
         "loader's `collate_fn` return a pair, for several inputs `((x1, x2), y)`; sample weights, "
         "`(X, y, w)`, are for fits."
     )
@@ -244,67 +218,6 @@ def _raise_unlabelled(batch: Any, dict_key_y: str) -> NoReturn:
             f"{sorted(map(str, batch))}. Remedy: pass `dict_key_y=` to `Laplace`."
         )
     raise ValueError(
-        f"Expected mini-batches `(X, y)` with targets, got {_described(batch)} without any. "
+        f"Expected mini-batches `(X, y)` with targets, got {described(batch)} without any. "
         "Remedy: add them, as in `DataLoader(TensorDataset(X, y), ...)` or `[(X, y)]`."
     )
-
-
-def _described(value: Any) -> str:
-    """Say what something is, for error messages."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    if isinstance(value, (tuple, list)):
-        kinds = ", ".join(type(part).__name__ for part in value[:3])
-        return f"a {type(value).__name__} of {len(value)} ({kinds}{', ...' * (len(value) > 3)})"
-    return type(value).__name__
-
-
-def as_batches(
-    loader: Iterable[Any], *, labelled: bool = True, name: str = "loader", triples: bool = False
-) -> Iterable[Any]:
-    """Take a bare mini-batch for a loader of one.
-
-    Args:
-        loader: A loader, any iterable of mini-batches, or one mini-batch: a mapping, or a pair
-            ``(X, y)``, where ``X`` may be a tuple or mapping. Where targets are not needed also a
-            tensor ``X``; a *list* of two tensors then holds two mini-batches of inputs, unless
-            their data differ in shape.
-        labelled: Whether mini-batches must have targets.
-        name: What error messages call the loader.
-        triples: Whether ``(X, y, w)`` is one mini-batch as well.
-
-    Returns:
-        The loader itself, or a list of the one mini-batch.
-
-    Raises:
-        ValueError: If it cannot be iterated, or holds no targets where it must.
-
-    Example:
-        >>> len(as_batches((torch.zeros(5, 2), torch.zeros(5))))
-        1
-    """
-    if isinstance(loader, MutableMapping):
-        return [loader]
-    if isinstance(loader, Tensor):
-        if labelled:
-            raise ValueError(
-                f"Expected mini-batches with targets in `{name}`, got {_described(loader)}. "
-                "Remedy: pass `(X, y)`, or a loader of such pairs."
-            )
-        return [loader]
-    if triples and isinstance(loader, (tuple, list)) and len(loader) == 3:
-        if all(isinstance(part, Tensor) for part in loader[1:]) and loader[2].ndim == 1:
-            return [loader]
-    if isinstance(loader, (tuple, list)) and len(loader) == 2 and isinstance(loader[1], Tensor):
-        X, y = loader
-        if isinstance(X, (tuple, list, MutableMapping)):
-            return [loader]
-        if isinstance(X, Tensor):
-            two = not labelled and isinstance(loader, list) and X.shape[1:] == y.shape[1:]
-            return loader if two else [loader]
-    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        raise ValueError(
-            f"Expected a loader, an iterable of mini-batches or one mini-batch `(X, y)` as "
-            f"`{name}`, got {_described(loader)}. Remedy: `DataLoader(TensorDataset(X, y), ...)`."
-        )
-    return loader

@@ -8,23 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import Dataset
 
 from laplace_debias.data.inputs import Batch, Inputs, Keys
-from laplace_debias.data.processes import is_main, processes, together
-from laplace_debias.data.reading import as_batches, read
-from laplace_debias.data.shares import agreed_size, deals_out
-from laplace_debias.data.weighted import WeightedTargets
+from laplace_debias.data.loaders import (
+    as_batches,
+    deals_out,
+    draws_with_replacement,
+    is_main,
+    warn_if_replacing,
+    warn_if_sequential,
+)
+from laplace_debias.data.processes import processes, together
+from laplace_debias.data.reading import read
+from laplace_debias.data.targets import WeightedTargets
 
-__all__ = [
-    "CURVATURES",
-    "DIRECTIONS",
-    "TrainingData",
-    "draws_with_replacement",
-    "training_size",
-    "warn_if_replacing",
-    "warn_if_sequential",
-]
+__all__ = ["CURVATURES", "DIRECTIONS", "TrainingData", "agreed_size", "training_size"]
 
 DIRECTIONS = "directions"
 """Role of the data whose factors' eigenvectors are kept."""
@@ -64,7 +63,7 @@ class TrainingData:
     ) -> Iterator[Batch]:
         """Inputs and targets of mini-batches on the device, checked; by default the loader's.
 
-        Targets are :class:`~laplace_debias.data.weighted.WeightedTargets` if a mini-batch has
+        Targets are :class:`~laplace_debias.data.targets.WeightedTargets` if a mini-batch has
         sample weights; their length and their slices are those of plain ones.
         """
         batches = self.loader if batches is None else batches
@@ -163,58 +162,6 @@ class TrainingData:
             )
 
 
-def warn_if_sequential(loader: Iterable[Any]) -> None:
-    """Warn about a loader that reads its data in order, where only its first ones are used.
-
-    Args:
-        loader: A loader, or any iterable.
-
-    Example:
-        >>> warn_if_sequential([])
-    """
-    if is_main() and isinstance(getattr(loader, "sampler", None), SequentialSampler):
-        warnings.warn(
-            "The loader reads its data in order (SequentialSampler), and only its first "
-            "mini-batches are used: on sorted data they do not represent the training set. Build "
-            "it with `DataLoader(..., shuffle=True)`.",
-            stacklevel=5,
-        )
-
-
-def draws_with_replacement(loader: Any) -> bool:
-    """Whether a loader's sampler may draw a datum several times.
-
-    Args:
-        loader: A loader, or anything else.
-
-    Returns:
-        What its sampler says of itself; ``False`` without one.
-
-    Example:
-        >>> draws_with_replacement([])
-        False
-    """
-    return bool(getattr(getattr(loader, "sampler", None), "replacement", False))
-
-
-def warn_if_replacing(loader: Iterable[Any]) -> None:
-    """Warn about a loader whose mini-batches may share data, where they must not.
-
-    Args:
-        loader: A loader, or any iterable.
-
-    Example:
-        >>> warn_if_replacing([])
-    """
-    if is_main() and draws_with_replacement(loader):
-        warnings.warn(
-            "The loader draws with replacement, so that data which choose the directions may "
-            "measure the curvatures as well: part of the bias stays. Build it with "
-            "`DataLoader(..., shuffle=True)`, or pass disjoint data as `curvature_loader`.",
-            stacklevel=5,
-        )
-
-
 def training_size(
     train_loader: Iterable[Any], curvature_loader: Iterable[Any] | None, n_data: int | None
 ) -> int:
@@ -273,3 +220,36 @@ def _own_size(
             f"Expected a loader whose dataset has a length, or `n_data`; got {kind} and "
             f"`n_data=None`. {remedy}"
         ) from None
+
+
+def agreed_size(n_data: int, *, whole: bool) -> int:
+    """Number N of training data of all processes together.
+
+    Args:
+        n_data: What this process knows.
+        whole: Whether that is the whole training set (the user said so, or a sampler deals it
+            out), or the process's share of it.
+
+    Returns:
+        N: what all of them know, or the sum of their shares.
+
+    Raises:
+        ValueError: If they do not agree.
+
+    Example:
+        >>> agreed_size(100, whole=False)
+        100
+    """
+    group = processes()
+    if group is None:
+        return n_data
+    known = group.gather((n_data, whole))
+    if not any(is_whole for _, is_whole in known):
+        return sum(n for n, _ in known)
+    if len(set(known)) > 1:
+        raise ValueError(
+            "Expected the same `n_data` (or datasets dealt out by a `DistributedSampler`) in every "
+            f"process, got (number, whether of the whole training set) by rank: {known}. Remedy: "
+            "pass the size of the whole training set as `n_data` everywhere."
+        )
+    return n_data

@@ -2,7 +2,6 @@
 
 from laplace_debias.debias.auto import fit_auto
 from laplace_debias.debias.bias import CurvatureBias, LayerBias, curvature_bias
-from laplace_debias.debias.certificate import FitReport
 from laplace_debias.debias.crossfit import fit_crossfit
 from laplace_debias.debias.curvature_recorder import CurvatureRecorder
 from laplace_debias.debias.eigen import eigh_float64, null_tolerance
@@ -25,13 +24,10 @@ from laplace_debias.debias.sampling import (
     curvature_order,
     draw_weighted,
 )
-from laplace_debias.debias.spectrum import (
-    FitResult,
-    curvature_along,
-    decompose,
-    reevaluate,
-)
+from laplace_debias.debias.spectrum import FitResult, decompose, reevaluate
 from laplace_debias.debias.two_batch import fit_factors, fit_single, fit_two_batch
+from laplace_debias.kfac.counts import FitReport
+from laplace_debias.kfac.thin import curvature_along
 
 __all__ = [
     "MIN_EFFECTIVE_ROWS",

@@ -20,24 +20,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from laplace_debias.data.processes import from_main, is_main, processes, total
-from laplace_debias.data.progress import bar
+from laplace_debias.data.loaders import bar, is_main
+from laplace_debias.data.processes import from_main, processes, total
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.certificate import (
-    EigenFactors,
-    FitReport,
     estimated_distance,
     input_noise,
     log_deviations,
     probe_gradients,
 )
 from laplace_debias.debias.drawn import N_GROUPS, corrected_block
-from laplace_debias.debias.eigen import eigh_float64, eigh_shared
+from laplace_debias.debias.eigen import EigenFactors, eigh_float64
 from laplace_debias.debias.options import AutoOptions
 from laplace_debias.debias.rounds import Rounds
+from laplace_debias.debias.shared_eigen import eigh_shared
 from laplace_debias.debias.spectrum import FitResult
-from laplace_debias.kfac.engine import Engine
-from laplace_debias.kfac.gradient_rows import rows_key
+from laplace_debias.kfac.counts import FitReport
+from laplace_debias.kfac.interface import EngineInterface
+from laplace_debias.network.ownership import rows_key
 
 __all__ = ["fit_auto"]
 
@@ -46,7 +46,7 @@ SPLITS = (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2)))
 
 
 def fit_auto(
-    engine: Engine,
+    engine: EngineInterface,
     data: TrainingData,
     options: AutoOptions,
     ridges: Tensor,
@@ -72,6 +72,7 @@ def fit_auto(
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> from laplace_debias.kfac.engine import Engine
         >>> engine = Engine(net, "classification")
         >>> batches = [(torch.randn(8, 3), torch.arange(8) % 2) for _ in range(4)]
         >>> data = TrainingData(batches, None, 32, torch.device("cpu"))
@@ -89,7 +90,7 @@ def fit_auto(
         return _Fit(rounds, ridges.double(), correct).fit()
 
 
-def _check_blocks(engine: Engine) -> None:
+def _check_blocks(engine: EngineInterface) -> None:
     """Raise where pairs would not be the curvature: for parametrised weights."""
     originals = [p.name for p in engine.owned if p.original is not None]
     if originals:

@@ -19,98 +19,24 @@ t with three degrees of freedom.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
-from laplace_debias.kfac.engine import Engine
+from laplace_debias.debias.eigen import EigenFactors
+from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.network.calling import call_model
 from laplace_debias.network.layers import is_transposed
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import check_outputs
 
-__all__ = [
-    "EigenFactors",
-    "FitReport",
-    "estimated_distance",
-    "input_noise",
-    "log_deviations",
-    "probe_gradients",
-    "report_of",
-]
-
-
-class EigenFactors(NamedTuple):
-    """One block in its eigenbasis; a bias has no input factor."""
-
-    Q_B: Tensor
-    lam_B: Tensor
-    Q_A: Tensor | None = None
-    lam_A: Tensor | None = None
-
-    @property
-    def table(self) -> Tensor:
-        """Eigenvalues of the block, ``[d_out, d_in]`` or ``[d_out, 1]``."""
-        if self.lam_A is None:
-            return self.lam_B[:, None]
-        return torch.outer(self.lam_B, self.lam_A)
-
-
-@dataclass(frozen=True)
-class FitReport:
-    """What a fit did, what it cost, and how far it is from the full batch.
-
-    Attributes:
-        method: The word for the method.
-        n_passes: Backward passes of the fit, one per datum and vector.
-        n_forward: Forward passes of the fit, one per datum.
-        n_probes: Passes of the probes behind the distance, forward and backward each.
-        n_data: Number N of training data that the fit stands for.
-        n_pool: Number of data seen by forward passes, 0 where there was no pool.
-        seconds: Wall-clock time by stage.
-        distance: Estimated distance to the full-batch posterior, ``None`` if it was not estimated.
-        standard_error: How far the true distance may be from it, as a standard deviation.
-        reason: Why the fit ended.
-
-    Example:
-        >>> print(FitReport("auto", 64, 500, 32, 1000, 500, {"passes": 0.5}, 0.031, 0.01, "done"))
-        auto: 64 backward and 500 forward passes for 1,000 training data, 0.5 s
-        Predictive standard deviations are about 3.1 % off those of a full-batch fit (+- 1.0 %).
-        It stopped here: done.
-    """
-
-    method: str
-    n_passes: int
-    n_forward: int
-    n_probes: int
-    n_data: int
-    n_pool: int
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    distance: float | None = None
-    standard_error: float | None = None
-    reason: str = "all of its data were used"
-
-    def __str__(self) -> str:
-        """Three lines that anybody understands."""
-        far = "How far it is from a full-batch fit was not estimated."
-        if self.distance is not None and self.standard_error is not None:
-            far = (
-                f"Predictive standard deviations are about {100 * self.distance:.1f} % off those "
-                f"of a full-batch fit (+- {100 * self.standard_error:.1f} %)."
-            )
-        return (
-            f"{self.method}: {self.n_passes:,} backward and {self.n_forward:,} forward passes for "
-            f"{self.n_data:,} training data, {sum(self.seconds.values()):.1f} s\n"
-            f"{far}\nIt stopped here: {self.reason}."
-        )
+__all__ = ["estimated_distance", "input_noise", "log_deviations", "probe_gradients"]
 
 
 def probe_gradients(
-    engine: Engine, X: Inputs, directions: Tensor, key: Keys = "input_ids"
+    engine: EngineInterface, X: Inputs, directions: Tensor, key: Keys = "input_ids"
 ) -> list[Tensor]:
     """Gradients of one direction of the output per input, for every parameter.
 
@@ -124,6 +50,7 @@ def probe_gradients(
         ``[n, d_out, d_in]`` per weight and ``[n, d_out, 1]`` per bias, in the parameters' type.
 
     Example:
+        >>> from laplace_debias.kfac.engine import Engine
         >>> engine = Engine(torch.nn.Linear(2, 3), "regression")
         >>> J = probe_gradients(engine, torch.ones(4, 2), torch.ones(4, 3))
         >>> [tuple(part.shape) for part in J]
@@ -235,17 +162,3 @@ def estimated_distance(errors: Tensor, bias: Tensor, n_draws: int = 4096) -> tup
     z = z / chi.sqrt()[:, None]
     distances = (z @ errors.double().cpu() + bias.double().cpu()).abs().mean(1)
     return float(distances.mean()), float(distances.std())
-
-
-def report_of(method: str, cost: Any, n_data: int) -> FitReport:
-    """The report of a method that does not estimate its distance.
-
-    Args:
-        method: Its word.
-        cost: Passes and seconds.
-        n_data: Number N of training data.
-
-    Returns:
-        A report without a distance.
-    """
-    return FitReport(method, cost.backward, cost.forward, 0, n_data, 0, dict(cost.seconds))

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_debias.data.inputs import Batch, tensors_of
-from laplace_debias.data.weighted import apart
+from laplace_debias.data.inputs import Batch, tensor_bytes, tensors_of
+from laplace_debias.data.targets import apart
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.storage.atomic import write_atomically
-from laplace_debias.storage.data_digest import tensor_bytes
 
 __all__ = ["Checkpoint", "generators_of"]
 

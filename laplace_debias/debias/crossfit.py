@@ -13,11 +13,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from laplace_debias.data.inputs import Batch, concatenate, datum_shapes, take
+from laplace_debias.data.loaders import bar, warn_if_sequential
 from laplace_debias.data.map_style import MapStyle, is_map_style
 from laplace_debias.data.pool import segments
 from laplace_debias.data.processes import processes
-from laplace_debias.data.progress import bar
-from laplace_debias.data.roles import TrainingData, warn_if_sequential
+from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.few_rows import few_rows_from
 from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.options import CrossfitOptions, even_parts
@@ -26,15 +26,15 @@ from laplace_debias.debias.reservoirs import Reservoirs
 from laplace_debias.debias.sampling import curvature_order, distinct, draw_weighted
 from laplace_debias.debias.shared_folds import fit_shared_folds
 from laplace_debias.debias.spectrum import FitResult
-from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
+from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.network.loss import curvature_scores
 
 __all__ = ["fit_crossfit"]
 
 
 def fit_crossfit(
-    engine: Engine,
+    engine: EngineInterface,
     data: TrainingData,
     options: CrossfitOptions,
     *,
@@ -57,6 +57,7 @@ def fit_crossfit(
 
     Example:
         >>> from torch import nn
+        >>> from laplace_debias.kfac.engine import Engine
         >>> engine = Engine(nn.Linear(3, 2), "classification")
         >>> batches = [(torch.randn(8, 3), torch.arange(8) % 2) for _ in range(4)]
         >>> data = TrainingData(batches, None, 100, torch.device("cpu"))
@@ -79,7 +80,7 @@ class _Run:
     """One fit: what its ways to read the data share."""
 
     def __init__(
-        self, engine: Engine, data: TrainingData, options: CrossfitOptions, bar: tqdm
+        self, engine: EngineInterface, data: TrainingData, options: CrossfitOptions, bar: tqdm
     ) -> None:
         self.engine, self.data, self.options, self.bar = engine, data, options, bar
 

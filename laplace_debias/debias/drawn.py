@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from laplace_debias.data.processes import processes
-from laplace_debias.debias.certificate import EigenFactors
-from laplace_debias.debias.eigen import eigh_float64
+from laplace_debias.debias.eigen import EigenFactors, eigh_float64
 from laplace_debias.debias.inverse import inverse_inflation, null_floor, resolvent_inflation
-from laplace_debias.kfac.gradient_rows import RowsKey
+from laplace_debias.network.ownership import RowsKey
 
 __all__ = ["N_GROUPS", "DrawnFactor", "DrawnRows", "corrected_block"]
 
@@ -110,7 +109,7 @@ class DrawnFactor:
     """Output factor of one layer (or several that share a parameter), from rounds of draws.
 
     Attributes:
-        key: What its rows are found by, see :func:`laplace_debias.kfac.gradient_rows.rows_key`.
+        key: What its rows are found by, see :func:`laplace_debias.network.ownership.rows_key`.
         sums: The groups' estimates of the pool's sum, ``[N_GROUPS, d, d]``.
         known: Plain sum over all draws so far, ``[d, d]``.
         rows: Kept rows ``[m, r, d]`` of some draws, with the draws' numbers.

@@ -11,15 +11,12 @@ which takes about :math:`6 d m^2 + 9 m^3` operations instead of :math:`9 d^3`, a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from laplace_debias.data.processes import processes, together
-from laplace_debias.kfac.sums import shared_out
-
-__all__ = ["check_finite", "eigh_float64", "eigh_rows", "eigh_shared", "null_tolerance"]
+__all__ = ["EigenFactors", "check_finite", "eigh_float64", "eigh_rows", "null_tolerance"]
 
 
 def eigh_rows(rows: Tensor, name: str = "factor") -> tuple[Tensor, Tensor]:
@@ -90,35 +87,6 @@ def eigh_float64(factor: Tensor, name: str = "factor") -> tuple[Tensor, Tensor]:
         ) from error
 
 
-def eigh_shared(factors: Sequence[Tensor], names: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
-    """Eigendecompositions that several processes share out by their cost.
-
-    Args:
-        factors: Symmetric matrices, the same in every process.
-        names: What they are called in errors.
-
-    Returns:
-        As :func:`eigh_float64` for each; all processes get the same bits.
-
-    Example:
-        >>> eigh_shared([torch.eye(2)], ["B"])[0][0]
-        tensor([1., 1.], dtype=torch.float64)
-    """
-    group = processes()
-    ranks = shared_out([len(M) ** 3 for M in factors], group)
-    pairs: dict[int, tuple[Tensor, Tensor]] = {}
-    with together("the eigendecompositions"):
-        for i, (M, name) in enumerate(zip(factors, names, strict=True)):
-            if group is None or ranks[i] == group.rank:
-                pairs[i] = eigh_float64(M, name)
-    if group is not None:
-        for i, M in enumerate(factors):
-            lam, Q = pairs.get(i) or (M.new_empty(len(M)).double(), torch.empty_like(M).double())
-            parts = (group.broadcast_(part.contiguous(), ranks[i]) for part in (lam, Q))
-            pairs[i] = (next(parts), next(parts))
-    return [pairs[i] for i in range(len(factors))]
-
-
 def check_finite(factor: Tensor, name: str) -> None:
     """Raise where a factor holds NaN or Inf."""
     if not torch.isfinite(factor).all():
@@ -149,3 +117,19 @@ def null_tolerance(M: Tensor) -> float:
         True
     """
     return math.sqrt(len(M)) * torch.finfo(M.dtype).eps
+
+
+class EigenFactors(NamedTuple):
+    """One block in its eigenbasis; a bias has no input factor."""
+
+    Q_B: Tensor
+    lam_B: Tensor
+    Q_A: Tensor | None = None
+    lam_A: Tensor | None = None
+
+    @property
+    def table(self) -> Tensor:
+        """Eigenvalues of the block, ``[d_out, d_in]`` or ``[d_out, 1]``."""
+        if self.lam_A is None:
+            return self.lam_B[:, None]
+        return torch.outer(self.lam_B, self.lam_A)

@@ -48,8 +48,8 @@ from torch import Tensor
 
 from laplace_debias.data.inputs import Batch, Keys, take
 from laplace_debias.kfac.counts import RowCount
-from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
+from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.storage.results import SavedResult
 
 __all__ = [
@@ -232,7 +232,7 @@ def expected_bias(factors: Factors) -> ExpectedBias:
 
 
 def expected_bias_of(
-    engine: Engine, batches: Iterable[Batch], key_x: Keys = "input_ids"
+    engine: EngineInterface, batches: Iterable[Batch], key_x: Keys = "input_ids"
 ) -> ExpectedBias:
     """The same for data that still have to pass through the network.
 
@@ -248,6 +248,7 @@ def expected_bias_of(
         ValueError: If there are fewer than two data.
 
     Example:
+        >>> from laplace_debias.kfac.engine import Engine
         >>> engine = Engine(torch.nn.Linear(2, 3), "classification")
         >>> batch = (torch.randn(8, 2), torch.arange(8) % 3)
         >>> [(f.factor, f.n_rows) for f in expected_bias_of(engine, [batch]).factors]

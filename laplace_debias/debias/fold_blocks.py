@@ -8,13 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from laplace_debias.data.processes import processes, together
+from laplace_debias.data.processes import processes, shared_out, together
 from laplace_debias.debias.eigen import eigh_float64
 from laplace_debias.debias.few_rows import ROW_FOLDS, crossfit_rows
 from laplace_debias.debias.folds import crossfit_spectrum
 from laplace_debias.debias.spectrum import FitResult, same_output
 from laplace_debias.kfac.factors import Factors
-from laplace_debias.kfac.sums import shared_out
 
 __all__ = ["crossfit_kron"]
 

@@ -33,7 +33,7 @@ from scipy.optimize import isotonic_regression
 from torch import Tensor
 
 from laplace_debias.debias.eigen import check_finite, eigh_float64, null_tolerance
-from laplace_debias.kfac.rotations import curvature_along
+from laplace_debias.kfac.thin import curvature_along
 
 SINGLE_FROM = 512
 """Dimension from which on single precision saves time, see ``fold_directions``."""

@@ -10,33 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from torch import Tensor
 
-from laplace_debias.data.inputs import Batch, Inputs
+from laplace_debias.data.inputs import Batch
+from laplace_debias.data.loaders import bar
 from laplace_debias.data.processes import processes, together
-from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import CURVATURES, DIRECTIONS, TrainingData
 from laplace_debias.debias.checkpoint import Checkpoint
 from laplace_debias.debias.eigen import check_finite
 from laplace_debias.debias.spectrum import FitResult, eigenbasis
 from laplace_debias.kfac.counts import FitCost
-from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Block, Factors
+from laplace_debias.kfac.interface import EngineInterface, FactorEngine
 from laplace_debias.kfac.sums import factors_of_all
 
-__all__ = ["FactorEngine", "fit_freeing", "n_batches", "of_all"]
-
-
-class FactorEngine(Protocol):
-    """What turns a mini-batch into factors: the engine, or one of laplace-torch's backends."""
-
-    cost: FitCost
-
-    def factors(self, X: Inputs, y: Tensor) -> Factors:
-        """Factors of one mini-batch."""
-        ...
+__all__ = ["fit_freeing", "n_batches", "of_all"]
 
 
 def fit_freeing(
@@ -66,6 +56,7 @@ def fit_freeing(
 
     Example:
         >>> import torch
+        >>> from laplace_debias.kfac.engine import Engine
         >>> engine = Engine(torch.nn.Linear(2, 3), "classification")
         >>> batch = (torch.ones(4, 2), torch.arange(4) % 3)
         >>> data = TrainingData(batch, None, 9, torch.device("cpu"))
@@ -89,7 +80,7 @@ def fit_freeing(
                 if role != DIRECTIONS:
                     later.append((X, y))
                     break
-                if isinstance(engine, Engine):
+                if isinstance(engine, EngineInterface):
                     new = engine.factors(X, y, few_rows=True)
                 else:
                     new = engine.factors(X, y)
@@ -107,7 +98,7 @@ def fit_freeing(
         shown.set_description(f"[K-FAC: {CURVATURES}]")
         with together("its passes for the curvatures"):
             for X, y in chain(later, (batch for _, batch in batches)):
-                rotated = cast(Engine, engine).factors(X, y, along=basis.Q)
+                rotated = cast(EngineInterface, engine).factors(X, y, along=basis.Q)
                 curvatures = rotated if curvatures is None else curvatures + rotated
                 if checkpoint is not None:
                     checkpoint.processed(engine.cost, basis=basis.content(), curvatures=curvatures)
@@ -152,7 +143,7 @@ def of_all(factors: Factors | None, role: str, data: TrainingData) -> Factors:
         >>> of_all(factors, DIRECTIONS, data) is factors
         True
     """
-    summed = factors_of_all(factors, data.device)
+    summed = factors if processes() is None else factors_of_all(factors, data.device)
     if summed is None:
         raise ValueError(
             f"Expected data for the {role} in at least one process, got none. Remedy: check the "

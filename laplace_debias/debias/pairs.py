@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.debias.sampling import checked_scores
-from laplace_debias.network.bernoulli import label_variances
+from laplace_debias.network.loss import label_variances
 
 __all__ = [
     "PairDraw",

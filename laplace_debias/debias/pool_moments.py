@@ -9,12 +9,13 @@ from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs, Keys, concatenate, datum_shapes, size_of, take
 from laplace_debias.data.processes import processes
-from laplace_debias.data.weighted import check_unweighted
-from laplace_debias.debias.eigen import eigh_shared
+from laplace_debias.data.targets import check_unweighted
 from laplace_debias.debias.pairs import pair_scores
 from laplace_debias.debias.pool_news import News, Sums, added_sums, sums_of
-from laplace_debias.kfac.engine import Engine
+from laplace_debias.debias.shared_eigen import eigh_shared
 from laplace_debias.kfac.factors import Factors
+from laplace_debias.kfac.interface import EngineInterface
+from laplace_debias.kfac.sums import factors_of_all
 
 __all__ = ["PoolMoments"]
 
@@ -33,13 +34,14 @@ class PoolMoments:
         engine: Makes the passes, and counts them.
 
     Example:
+        >>> from laplace_debias.kfac.engine import Engine
         >>> moments = PoolMoments(Engine(torch.nn.Linear(2, 3), "classification"))
         >>> moments.add(torch.randn(5, 2), torch.arange(5) % 3)
         >>> moments.outputs.shape, moments.scores.shape, len(moments.decomposed())
         (torch.Size([5, 3]), torch.Size([5, 3]), 2)
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineInterface) -> None:
         self.engine = engine
         self._parts: list[Factors] = []  # of every other mini-batch, for their difference
         self._outputs: list[Tensor] = []
@@ -104,7 +106,9 @@ class PoolMoments:
             key: Key of the inputs in a mapping.
         """
         device = next(self.engine.root.parameters()).device
-        all_new, self._news = self._news.of_all(own, device, MOST_PROBES, key), News()
+        halves = [factors_of_all(half, device) for half in self._news.halves]
+        all_new = self._news.of_all(halves, own, device, MOST_PROBES, key)
+        self._news = News()
         if all_new is None:
             return
         if not self._parts:

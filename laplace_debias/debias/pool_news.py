@@ -17,11 +17,15 @@ from laplace_debias.data.inputs import (
     size_of,
     take,
 )
+from laplace_debias.data.loaders import in_order
 from laplace_debias.data.processes import processes
 from laplace_debias.kfac.factors import Factors
-from laplace_debias.kfac.sums import factors_of_all
 
-__all__ = ["News", "Sums", "added_sums", "in_order", "sums_of"]
+__all__ = ["News", "Rows", "Sums", "added_sums", "rows_of_all", "sums_of"]
+
+Rows = tuple[Tensor | None, ...]
+"""Kept input rows of some data, one entry per parameter."""
+
 
 Sums = tuple[Tensor, Tensor]
 """Sums over data of inputs and of their squares, in float64."""
@@ -62,18 +66,34 @@ def added_sums(one: Sums | None, two: Sums | None) -> Sums | None:
     return one[0] + two[0], one[1] + two[1]
 
 
-def in_order(numbers: list[Tensor], parts: list[Tensor]) -> Tensor:
-    """Rows of several processes, in the order of their numbers.
+def rows_of_all(
+    folds: list[list[tuple[Tensor, Rows]]], n_params: int, n_folds: int
+) -> list[Tensor | None]:
+    """Kept rows of all processes, fold by fold, each in the order of its numbers.
 
     Args:
-        numbers: Numbers of each process's rows.
-        parts: The rows.
+        folds: For every fold, and perhaps for data of no fold, numbers in the pool and rows.
+        n_params: Number of parameters.
+        n_folds: Number of folds; what comes after them may lack rows.
 
-    Example:
-        >>> in_order([torch.tensor([2]), torch.tensor([0, 1])], [torch.ones(1), torch.zeros(2)])
-        tensor([0., 0., 1.])
+    Returns:
+        Rows ``[n, d_in]`` for each parameter, ``None`` where a fold lacks them.
     """
-    return torch.cat(parts)[torch.cat(numbers).argsort()]
+    group, found = processes(), list[Tensor | None]()
+    assert group is not None
+    shares = group.gather([[(n, _moved(kept, "cpu")) for n, kept in fold] for fold in folds])
+    merged = [[pair for share in shares for pair in share[k]] for k in range(len(folds))]
+    for i in range(n_params):
+        parts: list[Tensor] = []
+        for k, fold in enumerate(merged):
+            there = [(n, kept[i]) for n, kept in fold if kept[i] is not None]
+            if k < n_folds and len(there) < len(fold):
+                parts = []
+                break
+            if there:
+                parts.append(in_order(*map(list, zip(*there, strict=True))))
+        found.append(torch.cat(parts) if parts else None)
+    return found
 
 
 @dataclass
@@ -128,10 +148,18 @@ class News:
         self.first = X if self.first is None else self.first
         self.sums = added_sums(self.sums, sums_of(X))
 
-    def of_all(self, own: Tensor, device: torch.device, most: int, key: Keys) -> News | None:
+    def of_all(
+        self,
+        halves: list[Factors | None],
+        own: Tensor,
+        device: torch.device,
+        most: int,
+        key: Keys,
+    ) -> News | None:
         """The news of all processes, the same in every one; ``None`` if there are none.
 
         Args:
+            halves: Input factors of both halves, summed over processes.
             own: Numbers of this process's new data.
             device: Where tensors are to be.
             most: How many of the first inputs of each process are kept.
@@ -154,7 +182,6 @@ class News:
             few,
             self.sums,
         )
-        halves = [factors_of_all(half, device) for half in self.halves]
         found = [each for each in group.gather(_moved(mine, "cpu")) if each[1]]
         if not found:
             return None
@@ -180,8 +207,10 @@ class News:
 
 def _moved(value: Any, device: torch.device | str) -> Any:
     """Tensors in tuples, lists and inputs, on a device."""
+    if value is None:
+        return None
     if isinstance(value, Tensor):
         return value.detach().to(device)
     if isinstance(value, list | tuple):
         return type(value)(_moved(part, device) for part in value)
-    return value if value is None else map_tensors(value, lambda t: t.to(device))
+    return map_tensors(value, lambda t: t.to(device))

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs, Keys, take
-from laplace_debias.data.weighted import check_unweighted
+from laplace_debias.data.targets import check_unweighted
 from laplace_debias.debias.few_rows import few_rows_from, most_few_rows
 from laplace_debias.debias.options import ResolvedOptions
-from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
+from laplace_debias.kfac.interface import EngineInterface
 
 __all__ = ["PoolPass"]
 
@@ -31,7 +31,7 @@ class PoolPass:
         loss: Sum of the losses.
     """
 
-    engine: Engine
+    engine: EngineInterface
     options: ResolvedOptions
     key: Keys
     A: dict[int, Factors] = field(default_factory=dict)

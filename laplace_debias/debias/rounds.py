@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.data.datum_keys import datum_keys
 from laplace_debias.data.inputs import Batch
-from laplace_debias.data.pool import Pool
+from laplace_debias.data.pool import Pool, given_scores
 from laplace_debias.data.processes import counted, from_main, processes, together
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.drawn import N_GROUPS, DrawnFactor, DrawnRows
@@ -22,10 +21,10 @@ from laplace_debias.debias.pairs import (
     pair_vectors,
 )
 from laplace_debias.debias.pool_moments import PoolMoments
-from laplace_debias.debias.pool_news import in_order
-from laplace_debias.kfac.engine import Engine
-from laplace_debias.kfac.gradient_rows import gradient_rows, rows_key
-from laplace_debias.network.loss import sampled_hessian_root
+from laplace_debias.kfac.gradient_rows import gradient_rows
+from laplace_debias.kfac.interface import EngineInterface, datum_keys
+from laplace_debias.network.ownership import rows_key
+from laplace_debias.network.vectors import sampled_hessian_root
 
 __all__ = ["Rounds"]
 
@@ -58,6 +57,7 @@ class Rounds:
         >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
         >>> batch = (torch.randn(8, 3), torch.arange(8) % 2)
         >>> data = TrainingData(batch, None, 8, torch.device("cpu"))
+        >>> from laplace_debias.kfac.engine import Engine
         >>> rounds = Rounds(Engine(net, "classification"), data, AutoOptions())
         >>> rounds.grow(8)
         >>> rounds.draw(8)
@@ -70,7 +70,7 @@ class Rounds:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineInterface,
         data: TrainingData,
         options: AutoOptions,
         bar: tqdm | None = None,
@@ -250,25 +250,5 @@ class Rounds:
         """Scores from training, none below a share of the mean."""
         if self.options.scores is None:
             return None
-        with together("looking up its scores"):
-            scores = self._given_scores(torch.as_tensor(self.options.scores).cpu())
-        group = processes()
-        if group is not None:
-            numbers, parts = zip(*group.gather((self.pool.own(), scores)), strict=True)
-            scores = in_order(list(numbers), list(parts))
+        scores = given_scores(self.pool, torch.as_tensor(self.options.scores))
         return scores.clamp(min=max(STALE_SHARE * float(scores.mean()), 1e-30))
-
-    def _given_scores(self, given: Tensor) -> Tensor:
-        """Scores from training of the loader's data, in its order."""
-        if self.pool.map is None:
-            raise ValueError(
-                "Expected no `scores` with a stream, whose data have no positions, got some. "
-                "Remedy: pass a DataLoader over a map-style dataset, or leave `scores` out."
-            )
-        n = len(self.data.loader.dataset)
-        if len(given) != n:
-            raise ValueError(
-                f"Expected one score for each of the {n} data of the dataset, got {len(given)}. "
-                "Remedy: keep the scores in the order of the dataset."
-            )
-        return given[torch.tensor(self.pool.map.positions, dtype=torch.long)]

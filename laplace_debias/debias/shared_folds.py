@@ -16,15 +16,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from laplace_debias.data.inputs import Batch, take
-from laplace_debias.data.pool import Pool
+from laplace_debias.data.loaders import bar, in_order
+from laplace_debias.data.pool import Pool, given_scores
 from laplace_debias.data.processes import Processes, counted, from_main, processes, together
-from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import TrainingData
-from laplace_debias.data.weighted import check_unweighted
+from laplace_debias.data.targets import check_unweighted
 from laplace_debias.debias.few_rows import few_rows_from, most_few_rows
 from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.options import CrossfitOptions, ResolvedOptions, even_parts
-from laplace_debias.debias.pool_news import in_order
+from laplace_debias.debias.pool_news import Rows, rows_of_all
 from laplace_debias.debias.sampling import (
     WeightedDraw,
     curvature_order,
@@ -32,19 +32,16 @@ from laplace_debias.debias.sampling import (
     draw_weighted,
 )
 from laplace_debias.debias.spectrum import FitResult
-from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
+from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.kfac.sums import factors_of_all
 from laplace_debias.network.loss import curvature_scores
 
 __all__ = ["fit_shared_folds"]
 
-Rows = tuple[Tensor | None, ...]
-"""Kept input rows of some data, one entry per parameter."""
-
 
 def fit_shared_folds(
-    engine: Engine,
+    engine: EngineInterface,
     data: TrainingData,
     options: CrossfitOptions,
     *,
@@ -83,7 +80,7 @@ class _SharedRun:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineInterface,
         data: TrainingData,
         options: CrossfitOptions,
         group: Processes,
@@ -178,7 +175,7 @@ class _SharedRun:
             classes = self.engine.likelihood == "classification"
             order = curvature_order(f) if classes else torch.arange(len(f), device=f.device)
         else:
-            scores = self._given_scores(torch.as_tensor(given))
+            scores = given_scores(pool, torch.as_tensor(given))
             order = scores.argsort()
         K, asked = options.n_folds, self.options.n_curvature
         if len(f) < K:
@@ -231,23 +228,6 @@ class _SharedRun:
                 self.add(own, 0, self.engine.factors(X, y, w, inputs=False))
         return self.of_all(own)[0]
 
-    def _given_scores(self, given: Tensor) -> Tensor:
-        """Scores from training of all processes' data, in the order of the pool."""
-        with together("looking up its scores"):
-            if self.pool.map is None:
-                raise ValueError(
-                    "Expected no `scores` with a stream, whose data have no positions, got some. "
-                    "Remedy: pass a DataLoader over a map-style dataset, or leave `scores` out."
-                )
-            n = len(self.data.loader.dataset)
-            if len(given) != n:
-                raise ValueError(
-                    f"Expected one score for each of the {n} data of the dataset, got "
-                    f"{len(given)}. Remedy: keep the scores in the order of the dataset."
-                )
-            own = given[torch.tensor(self.pool.map.positions, dtype=torch.long)]
-        return self._in_order([(self.pool.own(), own)])
-
     def _in_order(self, own: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Rows of all processes, in the order of their numbers."""
         shares = self.group.gather([(numbers, rows.detach().cpu()) for numbers, rows in own])
@@ -263,30 +243,13 @@ class _SharedRun:
         return found
 
     def rows_of_all(
-        self, rows: list[list[tuple[Tensor, Rows]]], *, truncated: bool = False
+        self, folds: list[list[tuple[Tensor, Rows]]], *, truncated: bool = False
     ) -> list[Tensor | None]:
         """For each parameter the kept rows of all processes, fold by fold, or ``None``."""
-        K, found = self.options.n_folds, list[Tensor | None]()
-        shares = self.group.gather(
-            [[(n, _moved(kept, "cpu")) for n, kept in fold] for fold in rows]
-        )
-        merged = [[pair for share in shares for pair in share[k]] for k in range(len(rows))]
-        for i in range(len(self.engine.names)):
-            parts: list[Tensor] = []
-            for k, fold in enumerate(merged):
-                own = [(n, kept[i]) for n, kept in fold]
-                there = [(n, row) for n, row in own if row is not None]
-                if k < K and len(there) < len(own):
-                    parts = []
-                    break
-                if there:
-                    parts.append(in_order(*map(list, zip(*there, strict=True))))
-            if not parts:
-                found.append(None)
-                continue
-            whole = torch.cat(parts).to(self.data.device)
-            found.append(whole[: most_few_rows(whole.shape[1])] if truncated else whole)
-        return found
+        n, device = len(self.engine.names), self.data.device
+        found = rows_of_all(folds, n, self.options.n_folds)
+        most = [None if x is None or not truncated else most_few_rows(x.shape[1]) for x in found]
+        return [None if x is None else x[:m].to(device) for x, m in zip(found, most, strict=True)]
 
     def summed_loss(self) -> Tensor:
         """Loss of all processes."""
@@ -320,8 +283,3 @@ class _SharedRun:
             f"mini-batch each), got {got} from the loaders of all processes. Remedy: pass loaders "
             "with more mini-batches, a smaller `n_curvature`, `n_input` or `n_folds`."
         )
-
-
-def _moved(rows: Rows, device: torch.device | str) -> Rows:
-    """Rows on a device."""
-    return tuple(None if row is None else row.to(device) for row in rows)

@@ -15,20 +15,23 @@ import torch
 from laplace.utils import KronDecomposed
 from torch import Tensor
 
-from laplace_debias.data.processes import Processes, together
+from laplace_debias.data.processes import Processes, shared_out, together
 from laplace_debias.debias.eigen import check_finite, eigh_float64, eigh_rows
 from laplace_debias.kfac.factors import Block
-from laplace_debias.kfac.few_rows import is_rows, scaled
-from laplace_debias.kfac.rotations import curvature_along, curvatures_of
-from laplace_debias.kfac.sums import shared_out
-from laplace_debias.kfac.thin import is_thin
-from laplace_debias.kfac.thin_kron import kron_decomposed
+from laplace_debias.kfac.few_rows import as_matrix, is_rows, scaled
+from laplace_debias.kfac.thin import (
+    curvature_along,
+    curvatures_of,
+    is_thin,
+)
+from laplace_debias.kfac.thin_kron import ThinKronDecomposed
 
 __all__ = [
     "FitResult",
     "curvature_along",
     "decompose",
     "eigenbasis",
+    "kron_decomposed",
     "rebuild",
     "reevaluate",
     "same_output",
@@ -111,6 +114,87 @@ def decompose(
     return eigenbasis([list(block) for block in factors], names)
 
 
+def same_output(block: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Whether two blocks have the same ``B``, as a layer's weight and bias do.
+
+    Args:
+        block: ``[B, A]`` or ``[B]``.
+        other: Another block, or nothing, which is like no block.
+
+    Returns:
+        True if both ``B`` are equal; one decomposition then serves both.
+
+    Example:
+        >>> same_output([torch.eye(2)], [torch.eye(2), torch.ones(3, 3)])
+        True
+    """
+    return len(other) > 0 and torch.equal(block[0], other[0])
+
+
+def reevaluate(
+    Q: Sequence[Sequence[Tensor]], factors: Sequence[Sequence[Tensor]], names: Sequence[str]
+) -> list[list[Tensor]]:
+    r"""Curvature of other data's factors along given directions.
+
+    .. math:: \tilde\lambda_A = \mathrm{diag}(Q_A^\top C\, Q_A), \qquad
+              \tilde\lambda_B = \mathrm{diag}(Q_B^\top D\, Q_B)
+
+    Args:
+        Q: Orthonormal columns per factor, ``[d, d]`` or thin, from the directions' data.
+        factors: Blocks ``[D, C]`` or ``[D]`` from the curvatures' data.
+        names: One name per block, for the error message.
+
+    Returns:
+        ``lam~`` per factor, ``[d]``, in the order of the columns of ``Q``, clamped at 0.
+
+    Raises:
+        ValueError: If a factor holds NaN or Inf; the message names the block.
+
+    Example:
+        >>> C = torch.tensor([[2.0, 1.0], [1.0, 4.0]])
+        >>> reevaluate([[torch.eye(2)]], [[C]], ["bias"])[0][0].tolist()
+        [2.0, 4.0]
+    """
+    lam = []
+    for vectors, block, name in zip(Q, factors, names, strict=True):
+        values = []
+        for Q_f, C in zip(vectors, block, strict=True):
+            check_finite(C, name)
+            values.append(curvatures_of(as_matrix(C), Q_f))
+        lam.append(values)
+    return lam
+
+
+def rebuild(Q: Sequence[Sequence[Tensor]], lam: Sequence[Sequence[Tensor]]) -> list[Block]:
+    r"""Dense factors :math:`Q \,\mathrm{diag}(\lambda)\, Q^\top` from their decomposition.
+
+    Args:
+        Q: Eigenvectors per factor, ``[d, d]`` or thin.
+        lam: Eigenvalues per factor, ``[d]``.
+
+    Returns:
+        Blocks of dense matrices ``[d, d]``, in the type of the eigenvalues.
+
+    Example:
+        >>> rebuild([[torch.eye(2)]], [[torch.tensor([1.0, 2.0])]])[0][0].diagonal().tolist()
+        [1.0, 2.0]
+    """
+    return [
+        [_rebuilt(Q_f.to(values.dtype), values) for Q_f, values in zip(*pair, strict=True)]
+        for pair in zip(Q, lam, strict=True)
+    ]
+
+
+def _rebuilt(Q: Tensor, lam: Tensor) -> Tensor:
+    """``lam_0 (I - Q Q^T) + Q diag(lam) Q^T``."""
+    if not is_thin(Q):
+        return (Q * lam) @ Q.T
+    d, r = Q.shape
+    out = (Q * (lam[d - r :] - lam[0])) @ Q.T
+    out.diagonal().add_(lam[0])
+    return out
+
+
 def eigenbasis(
     blocks: list[Block],
     names: Sequence[str],
@@ -189,82 +273,23 @@ def _to_receive(
     return torch.empty(shape, dtype=dtype, device=device), lam
 
 
-def same_output(block: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Whether two blocks have the same ``B``, as a layer's weight and bias do.
+def kron_decomposed(
+    Q: list[list[Tensor]], lam: list[list[Tensor]], damping: bool = False
+) -> KronDecomposed:
+    """What laplace-torch holds, thin where there is a thin basis.
 
     Args:
-        block: ``[B, A]`` or ``[B]``.
-        other: Another block, or nothing, which is like no block.
-
-    Returns:
-        True if both ``B`` are equal; one decomposition then serves both.
+        Q: Orthonormal columns ``[d, r]`` of every factor.
+        lam: Eigenvalues ``[d]``.
+        damping: laplace-torch's switch.
 
     Example:
-        >>> same_output([torch.eye(2)], [torch.eye(2), torch.ones(3, 3)])
-        True
+        >>> type(kron_decomposed([[torch.eye(2)]], [[torch.ones(2)]])).__name__
+        'KronDecomposed'
     """
-    return len(other) > 0 and torch.equal(block[0], other[0])
-
-
-def reevaluate(
-    Q: Sequence[Sequence[Tensor]], factors: Sequence[Sequence[Tensor]], names: Sequence[str]
-) -> list[list[Tensor]]:
-    r"""Curvature of other data's factors along given directions.
-
-    .. math:: \tilde\lambda_A = \mathrm{diag}(Q_A^\top C\, Q_A), \qquad
-              \tilde\lambda_B = \mathrm{diag}(Q_B^\top D\, Q_B)
-
-    Args:
-        Q: Orthonormal columns per factor, ``[d, d]`` or thin, from the directions' data.
-        factors: Blocks ``[D, C]`` or ``[D]`` from the curvatures' data.
-        names: One name per block, for the error message.
-
-    Returns:
-        ``lam~`` per factor, ``[d]``, in the order of the columns of ``Q``, clamped at 0.
-
-    Raises:
-        ValueError: If a factor holds NaN or Inf; the message names the block.
-
-    Example:
-        >>> C = torch.tensor([[2.0, 1.0], [1.0, 4.0]])
-        >>> reevaluate([[torch.eye(2)]], [[C]], ["bias"])[0][0].tolist()
-        [2.0, 4.0]
-    """
-    lam = []
-    for vectors, block, name in zip(Q, factors, names, strict=True):
-        values = []
-        for Q_f, C in zip(vectors, block, strict=True):
-            check_finite(C, name)
-            values.append(curvatures_of(C, Q_f))
-        lam.append(values)
-    return lam
-
-
-def rebuild(Q: Sequence[Sequence[Tensor]], lam: Sequence[Sequence[Tensor]]) -> list[Block]:
-    r"""Dense factors :math:`Q \,\mathrm{diag}(\lambda)\, Q^\top` from their decomposition.
-
-    Args:
-        Q: Eigenvectors per factor, ``[d, d]`` or thin.
-        lam: Eigenvalues per factor, ``[d]``.
-
-    Returns:
-        Blocks of dense matrices ``[d, d]``, in the type of the eigenvalues.
-
-    Example:
-        >>> rebuild([[torch.eye(2)]], [[torch.tensor([1.0, 2.0])]])[0][0].diagonal().tolist()
-        [1.0, 2.0]
-    """
-    return [
-        [_rebuilt(Q_f.to(values.dtype), values) for Q_f, values in zip(*pair, strict=True)]
-        for pair in zip(Q, lam, strict=True)
-    ]
-
-
-def _rebuilt(Q: Tensor, lam: Tensor) -> Tensor:
-    """``lam_0 (I - Q Q^T) + Q diag(lam) Q^T``."""
-    if not is_thin(Q):
-        return (Q * lam) @ Q.T
-    d, r = Q.shape
-    out = (Q * (lam[d - r :] - lam[0])) @ Q.T
-    out.diagonal().add_(lam[0])
-    return out
+    thin = any(is_thin(Q_f) for block in Q for Q_f in block)
+    kind = ThinKronDecomposed if thin else KronDecomposed
+    # laplace-torch holds lists of lists, and annotates them as if each were a tuple of one
+    vectors: Any = Q
+    values: Any = lam
+    return kind(vectors, values, damping=damping)

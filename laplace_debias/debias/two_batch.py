@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from laplace_debias.data.inputs import Batch
+from laplace_debias.data.loaders import bar
 from laplace_debias.data.processes import together
-from laplace_debias.data.progress import bar
 from laplace_debias.data.roles import CURVATURES, DIRECTIONS, TrainingData
 from laplace_debias.debias.checkpoint import Checkpoint
-from laplace_debias.debias.freeing import FactorEngine, fit_freeing, n_batches, of_all
+from laplace_debias.debias.freeing import fit_freeing, n_batches, of_all
 from laplace_debias.debias.spectrum import FitResult, decompose, rebuild, reevaluate
-from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors, merge
+from laplace_debias.kfac.interface import EngineInterface, FactorEngine
 
-__all__ = ["FactorEngine", "fit_factors", "fit_single", "fit_two_batch"]
+__all__ = ["fit_factors", "fit_single", "fit_two_batch"]
 
 _BOTH = (DIRECTIONS, CURVATURES)
 
@@ -112,7 +112,7 @@ def fit_two_batch(
             "only measured along its directions. Remedy: make every fit with `override=False`, the "
             "first as well."
         )
-    if keep_factors or past is not None or not isinstance(engine, Engine):
+    if keep_factors or past is not None or not isinstance(engine, EngineInterface):
         roles = _accumulate(engine, data, data.in_roles(), progress_bar, _BOTH)
         counts = {role: total.n for role, total in roles.items()}
         data.check_seen(counts, disjoint=data.curvature_loader is None)

@@ -16,11 +16,13 @@ from laplace_debias.evaluation.reports import (
 )
 from laplace_debias.evaluation.selective import AURC, RiskCoverage, risk_coverage
 from laplace_debias.evaluation.streams import CalibrationMetrics, RegressionMetrics
-from laplace_debias.evaluation.sweep import default_grid, sweep_prior_precision
+from laplace_debias.evaluation.sweep import sweep_prior_precision
 from laplace_debias.evaluation.sweep_result import SweepResult
 from laplace_debias.evaluation.table import fresh_metrics, metric_table
-from laplace_debias.evaluation.tuning import LayerwiseTrial, TuningResult, tune
+from laplace_debias.evaluation.tuning import tune
+from laplace_debias.evaluation.tuning_result import LayerwiseTrial, TuningResult
 from laplace_debias.evaluation.uncertainty import Uncertainty, mutual_information, uncertainty
+from laplace_debias.predictive.eigenblocks import default_grid
 
 __all__ = [
     "AURC",

@@ -18,8 +18,12 @@ from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.processes import processes, together
 from laplace_debias.data.reading import read
 from laplace_debias.data.targets import IGNORED
-from laplace_debias.evaluation.counted import ignore_index_of
-from laplace_debias.evaluation.predictors import for_metrics, laplace_predictor, model_predictor
+from laplace_debias.evaluation.predictors import (
+    for_metrics,
+    ignore_index_of,
+    laplace_predictor,
+    model_predictor,
+)
 from laplace_debias.evaluation.reports import CalibrationReport
 from laplace_debias.evaluation.streams import CalibrationMetrics, RegressionMetrics
 from laplace_debias.network.loss import likelihood_name

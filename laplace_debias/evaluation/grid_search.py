@@ -12,14 +12,14 @@ from laplace.baselaplace import KronLaplace
 from laplace.utils.enums import PredType
 from torch import Tensor
 
+from laplace_debias.data.loaders import bar
 from laplace_debias.data.processes import counted, processes, together
-from laplace_debias.data.progress import bar
 from laplace_debias.data.reading import read
-from laplace_debias.evaluation.counted import ignore_index_of
 from laplace_debias.evaluation.predictors import (
     Predict,
     Update,
     for_metrics,
+    ignore_index_of,
     laplace_predictor,
     run_sweep,
 )
@@ -28,8 +28,7 @@ from laplace_debias.evaluation.table import UserMetric, metric_table
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.upstream import device_of, dtype_of, noise_of
 from laplace_debias.predictive.eigenblocks import check_fitted, prior_grid
-from laplace_debias.predictive.predictions import Prediction
-from laplace_debias.predictive.predictor import StructuredPredictor
+from laplace_debias.predictive.predictions import Prediction, PredictorOf
 
 __all__ = ["Loss", "gridsearch_prior_precision"]
 
@@ -64,6 +63,7 @@ def gridsearch_prior_precision(
     la: KronLaplace,
     val_loader: Iterable[Any],
     *,
+    predictor_of: PredictorOf,
     pred_type: str = "glm",
     loss: Loss | None = None,
     log_prior_prec_min: float = -4,
@@ -83,6 +83,8 @@ def gridsearch_prior_precision(
     Args:
         la: A fitted ``KronLaplace`` or ``KronLLLaplace``.
         val_loader: Mini-batches ``(x, y)`` or mappings, or one such mini-batch.
+        predictor_of: Makes the linearised predictive of ``la`` at given prior precisions:
+            :class:`~laplace_debias.predictive.predictor.StructuredPredictor`.
         pred_type: ``"glm"``, in one pass over the data, or ``"nn"``, in one pass per grid point.
         loss: A ``torchmetrics.Metric``, or a function of all probabilities and labels (regression:
             of means, covariances and targets); smaller is better. By default the negative log
@@ -110,7 +112,10 @@ def gridsearch_prior_precision(
         >>> loader = DataLoader(TensorDataset(torch.randn(8, 3), torch.randint(2, (8,))), 8)
         >>> la = Laplace(model, "classification", "all", "kron")
         >>> la.fit(loader)
-        >>> result = gridsearch_prior_precision(la, loader, grid_size=5)
+        >>> from laplace_debias.predictive.predictor import StructuredPredictor
+        >>> result = gridsearch_prior_precision(
+        ...     la, loader, predictor_of=StructuredPredictor, grid_size=5
+        ... )
         >>> len(result.values["loss"])
         5
     """
@@ -143,7 +148,7 @@ def gridsearch_prior_precision(
         "generator": generator,
     }
     if pred_type == PredType.GLM:
-        predictor = StructuredPredictor(la, grid, keep_graph=False)
+        predictor = predictor_of(la, grid, keep_graph=False)
         n_data = run_sweep(la, predictor, val_loader, update, progress_bar=progress_bar, **options)
     else:
         predict = laplace_predictor(la, "nn", **options)

@@ -24,7 +24,7 @@ from laplace_debias.evaluation.tuning_result import LayerwiseTrial
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.upstream import device_of, row_keys
 from laplace_debias.predictive.links import class_log_probabilities
-from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
+from laplace_debias.predictive.predictions import DEFAULT_MEMORY_BUDGET, GridPredictor, PredictorOf
 
 __all__ = ["lagrange", "layerwise_trial"]
 
@@ -63,6 +63,7 @@ def layerwise_trial(
     prior_precision: float,
     logit_temperature: float = 1.0,
     *,
+    predictor_of: PredictorOf,
     n_steps: int = 150,
     lr: float = 0.05,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
@@ -77,6 +78,8 @@ def layerwise_trial(
         loader: Mini-batches ``(x, y)`` or mappings, or one such mini-batch.
         prior_precision: The scalar prior precision to start from.
         logit_temperature: T, which stays.
+        predictor_of: Makes the linearised predictive of ``la`` at given prior precisions:
+            :class:`~laplace_debias.predictive.predictor.StructuredPredictor`.
         n_steps: Steps of Adam.
         lr: Their learning rate; positions are between -1 and 1.
         memory_budget: Bytes for what every block adds to every variance; of more data only as many
@@ -90,7 +93,7 @@ def layerwise_trial(
     like = torch.empty(0, dtype=torch.float64, device=device_of(la))
     nodes = chebyshev(N_NODES, like)
     deltas = prior_precision * 10 ** (DECADES * nodes)
-    predictor = StructuredPredictor(la, deltas, keep_graph=False)
+    predictor = predictor_of(la, deltas, keep_graph=False)
     means, moments, targets = _moments(
         la, predictor, loader, not regression, memory_budget, progress_bar
     )
@@ -147,7 +150,7 @@ def _descend(loss: Callable[[Tensor], Tensor], t: Tensor, n_steps: int, lr: floa
 
 def _moments(
     la: KronLaplace,
-    predictor: StructuredPredictor,
+    predictor: GridPredictor,
     loader: Iterable[Any],
     diagonal: bool,
     memory_budget: int,
@@ -160,7 +163,7 @@ def _moments(
     shown: dict[str, Any] = {"progress": "layer-wise", "progress_bar": progress_bar}
     for x, y in read(loader, device_of(la), la.dict_key_y, name="val_loader", **shown):
         C = la.n_outputs
-        per_datum = deltas.element_size() * len(predictor.blocks) * len(deltas) * C
+        per_datum = deltas.element_size() * predictor.deltas.shape[1] * len(deltas) * C
         per_datum *= 1 if diagonal else C
         room = max(2 if not kept else 0, (memory_budget - used) // per_datum)
         if room == 0:

@@ -19,11 +19,8 @@ from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.processes import counted, together
 from laplace_debias.data.reading import read
 from laplace_debias.data.targets import IGNORED, check_targets
-from laplace_debias.evaluation.counted import counted_rows, ignore_index_of
-from laplace_debias.network.bernoulli import binary_labels
-from laplace_debias.network.calling import call_model
-from laplace_debias.network.loss import Likelihood, likelihood_name
-from laplace_debias.network.positions import classes_last
+from laplace_debias.network.calling import call_model, classes_last
+from laplace_debias.network.loss import Likelihood, binary_labels, likelihood_name
 from laplace_debias.network.upstream import device_of
 from laplace_debias.predictive.links import check_link
 from laplace_debias.predictive.predictions import (
@@ -38,7 +35,9 @@ __all__ = [
     "LogProbabilities",
     "Predict",
     "Update",
+    "counted_rows",
     "for_metrics",
+    "ignore_index_of",
     "laplace_predictor",
     "model_predictor",
     "run_sweep",
@@ -241,3 +240,49 @@ def run_sweep(
                     update(i, rows, labels)
             n_data += n_rows
     return counted(n_data)
+
+
+def ignore_index_of(la: Any) -> int:
+    """The label of positions that do not count, for a Laplace approximation of any kind.
+
+    Args:
+        la: A Laplace approximation, ours or laplace-torch's.
+
+    Example:
+        >>> ignore_index_of(object())
+        -100
+    """
+    return int(getattr(getattr(la, "objective", None), "ignore_index", IGNORED))
+
+
+def counted_rows(
+    values: Tensor, labels: Tensor, ignore_index: int = IGNORED, leading: int = 0
+) -> tuple[Tensor, Tensor]:
+    """One row for each datum, or for each position that counts.
+
+    Args:
+        values: ``[n, C]`` or ``[n, *positions, C]``, with further dimensions before.
+        labels: Class indices ``[n, *positions]``, or class probabilities ``[n, *positions, C]``,
+            which all count.
+        ignore_index: The label of positions that do not count; every datum of ``[n, C]`` does.
+        leading: How many dimensions ``values`` has before the data.
+
+    Returns:
+        Rows ``[..., m, C]``, and their labels ``[m]`` or ``[m, C]``.
+
+    Example:
+        >>> import torch
+        >>> rows, labels = counted_rows(torch.zeros(1, 3, 2), torch.tensor([[0, -100, 1]]))
+        >>> rows.shape, labels
+        (torch.Size([2, 2]), tensor([0, 1]))
+    """
+    soft = labels.is_floating_point()
+    labels = labels.to(values.device) if soft else labels.to(values.device).long()
+    if values.ndim - leading == 2:
+        return values, labels
+    rows = values.flatten(leading, -2)
+    if soft:
+        return rows, labels.flatten(0, -2)
+    flat = labels.flatten()
+    keep = flat != ignore_index
+    return rows.movedim(leading, 0)[keep].movedim(0, leading), flat[keep]

@@ -14,7 +14,6 @@ from torchmetrics.aggregation import CatMetric
 
 from laplace_debias.data.processes import processes, total
 from laplace_debias.data.targets import IGNORED, check_targets
-from laplace_debias.evaluation.counted import counted_rows
 from laplace_debias.evaluation.metrics import (
     ECE,
     MeanOverData,
@@ -22,6 +21,7 @@ from laplace_debias.evaluation.metrics import (
     entropy_fpr95,
     predictive_entropy,
 )
+from laplace_debias.evaluation.predictors import counted_rows
 from laplace_debias.evaluation.regression import with_noise
 from laplace_debias.evaluation.reports import (
     ClassificationReport,

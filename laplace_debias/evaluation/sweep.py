@@ -14,26 +14,11 @@ from laplace_debias.evaluation.sweep_result import SweepResult
 from laplace_debias.evaluation.table import Metrics, fresh_metrics
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.upstream import noise_of
-from laplace_debias.predictive.eigenblocks import PriorPrecisions, check_fitted
-from laplace_debias.predictive.predictions import Prediction
-from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
+from laplace_debias.predictive.eigenblocks import PriorPrecisions, check_fitted, default_grid
+from laplace_debias.predictive.predictions import DEFAULT_MEMORY_BUDGET, Prediction
+from laplace_debias.predictive.predictor import StructuredPredictor
 
-__all__ = ["default_grid", "sweep_prior_precision"]
-
-
-def default_grid(n_data: int) -> Tensor:
-    r"""Return the paper's grid: N times 13 log-spaced beta from 1e-4 to 1, and 10.
-
-    Args:
-        n_data: The number N of training data; ``prior_precision = N * beta``.
-
-    Example:
-        >>> grid = default_grid(100)
-        >>> len(grid), round(grid[0].item(), 6), round(grid[-1].item(), 6)
-        (14, 0.01, 1000.0)
-    """
-    beta = torch.cat([torch.logspace(-4, 0, 13, dtype=torch.float64), torch.tensor([10.0])])
-    return n_data * beta
+__all__ = ["sweep_prior_precision"]
 
 
 def sweep_prior_precision(

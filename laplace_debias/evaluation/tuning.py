@@ -18,23 +18,20 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from laplace_debias.data.reading import read
-from laplace_debias.evaluation.counted import ignore_index_of
 from laplace_debias.evaluation.layerwise import layerwise_trial
-from laplace_debias.evaluation.predictors import for_metrics
-from laplace_debias.evaluation.sweep import default_grid
+from laplace_debias.evaluation.predictors import for_metrics, ignore_index_of
 from laplace_debias.evaluation.table import fresh_metrics
 from laplace_debias.evaluation.tuning_result import LayerwiseTrial, TuningResult
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.upstream import device_of
-from laplace_debias.predictive.eigenblocks import PriorPrecisions, check_fitted
+from laplace_debias.predictive.eigenblocks import PriorPrecisions, check_fitted, default_grid
 from laplace_debias.predictive.links import (
     check_link,
     label_log_probabilities,
     needs_diagonal_only,
     position_log_probabilities,
 )
-from laplace_debias.predictive.predictions import Prediction, check_method, moments_by
-from laplace_debias.predictive.predictor import StructuredPredictor
+from laplace_debias.predictive.predictions import Prediction, PredictorOf, check_method, moments_by
 
 __all__ = ["LayerwiseTrial", "TuningResult", "check_logit_temperature", "tune"]
 
@@ -65,6 +62,7 @@ def tune(
     val_loader: Iterable[Any],
     objective: str = "nll",
     *,
+    predictor_of: PredictorOf,
     prior_precisions: PriorPrecisions | None = None,
     logit_temperatures: Sequence[float] | None = None,
     layerwise: bool = True,
@@ -88,8 +86,10 @@ def tune(
         val_loader: Mini-batches ``(x, y)`` or mappings, or one such mini-batch.
         objective: Name of a metric with a direction, see
             :func:`~laplace_debias.evaluation.table.metric_table`.
+        predictor_of: Makes the linearised predictive of ``la`` at given prior precisions:
+            :class:`~laplace_debias.predictive.predictor.StructuredPredictor`.
         prior_precisions: k numbers; by default
-            :func:`~laplace_debias.evaluation.sweep.default_grid`.
+            :func:`~laplace_debias.predictive.eigenblocks.default_grid`.
         logit_temperatures: By default 17 from 1/4 to 4; a regression has none.
         layerwise: Whether to try a prior precision per parameter tensor: for the objective
             ``"nll"``, with the link ``"probit"`` or for regression.
@@ -112,7 +112,7 @@ def tune(
         >>> batch = (X, (X[:, 0] > 0).long())
         >>> la = Laplace(net, "classification", "all", "kron", debias="single")
         >>> la.fit(batch, n_data=40)
-        >>> result = tune(la, batch, prior_precisions=[1.0, 10.0], logit_temperatures=[0.5, 1.0])
+        >>> result = la.tune(batch, prior_precisions=[1.0, 10.0], logit_temperatures=[0.5, 1.0])
         >>> len(result.values), len(result.values[0])
         (2, 2)
     """
@@ -122,7 +122,7 @@ def tune(
     regression = likelihood == "regression"
     Ts = _temperatures(logit_temperatures, regression)
     grid = default_grid(la.n_data) if prior_precisions is None else prior_precisions
-    predictor = StructuredPredictor(la, grid, keep_graph=False)
+    predictor = predictor_of(la, grid, keep_graph=False)
     deltas = predictor.deltas
     if not bool((deltas == deltas[:, :1]).all()):
         raise ValueError(
@@ -185,7 +185,8 @@ def tune(
     if not layerwise or not differentiable or not apart or deltas.shape[1] < 2:
         return found
     i, j = found.best_index
-    trial = layerwise_trial(la, val_loader, float(deltas[i, 0]), Ts[j], progress_bar=progress_bar)
+    options: dict[str, Any] = {"predictor_of": predictor_of, "progress_bar": progress_bar}
+    trial = layerwise_trial(la, val_loader, float(deltas[i, 0]), Ts[j], **options)
     return found.with_trial(trial)
 
 

@@ -4,7 +4,7 @@ from laplace_debias.kfac.backend import HookEF, HookGGN
 from laplace_debias.kfac.counts import FitCost, RowCount
 from laplace_debias.kfac.engine import Engine, kfac_factors
 from laplace_debias.kfac.factors import Block, Factors, merge
-from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
+from laplace_debias.kfac.few_rows import KFAC_APPROXES, KFACApprox
 from laplace_debias.kfac.upstream import BackendEngine
 
 __all__ = [

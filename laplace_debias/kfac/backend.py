@@ -5,18 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
+from laplace.curvature import (
+    CurvatureInterface,
+    EFInterface,
+    GGNInterface,
+)
+from laplace.curvature.asdl import AsdlInterface
 from laplace.utils import Kron
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.kfac.engine import kfac_factors
 from laplace_debias.network.features import outputs_and_features
-from laplace_debias.network.loss import Fisher
-from laplace_debias.network.ownership import transposed_parameters
+from laplace_debias.network.ownership import kfac_layers, transposed_parameters
 from laplace_debias.network.upstream import feature_extractor, kron_of, last_layer_of
+from laplace_debias.network.vectors import Fisher
 
-__all__ = ["HookEF", "HookGGN", "HookInterface"]
+__all__ = ["HookEF", "HookGGN", "HookInterface", "choose_backend"]
 
 
 class HookInterface(CurvatureInterface):
@@ -99,3 +104,42 @@ class HookEF(HookInterface, EFInterface):
     def fisher(self) -> Fisher:
         """The gradient of the loss."""
         return "empirical"
+
+
+def choose_backend(
+    backend: type[CurvatureInterface] | None, model: nn.Module
+) -> type[CurvatureInterface]:
+    """The backend to use: the user's choice, or this package's own.
+
+    Args:
+        backend: The user's choice, or ``None``.
+        model: The network.
+
+    Returns:
+        A backend class.
+
+    Raises:
+        ValueError: If the user chose ASDL and the model has layers that ASDL refuses or, with
+            groups, gets wrong in silence.
+
+    Example:
+        >>> choose_backend(None, nn.Linear(2, 1)).__name__
+        'HookGGN'
+    """
+    if backend is None:
+        return HookGGN
+    if not issubclass(backend, AsdlInterface):
+        return backend
+    refused = [
+        f"'{name}' (dilation={m.dilation}, groups={m.groups}, padding={m.padding!r})"
+        for name, m in kfac_layers(model).items()
+        if isinstance(m, nn.Conv2d)
+        and (m.dilation != (1, 1) or m.groups != 1 or isinstance(m.padding, str))
+    ]
+    if refused:
+        raise ValueError(
+            "Expected convolutions without dilation, groups or named padding for "
+            f"{backend.__name__}, got {', '.join(refused)}. Remedy: leave `backend` out, or pass "
+            "`CurvlinopsGGN`."
+        )
+    return backend

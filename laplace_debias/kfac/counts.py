@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["FitCost", "RowCount"]
+__all__ = ["FitCost", "FitReport", "RowCount", "report_of"]
 
 
 @dataclass
@@ -84,3 +85,66 @@ class RowCount:
             self.trace_squares + other.trace_squares,
             self.squares + other.squares,
         )
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What a fit did, what it cost, and how far it is from the full batch.
+
+    Attributes:
+        method: The word for the method.
+        n_passes: Backward passes of the fit, one per datum and vector.
+        n_forward: Forward passes of the fit, one per datum.
+        n_probes: Passes of the probes behind the distance, forward and backward each.
+        n_data: Number N of training data that the fit stands for.
+        n_pool: Number of data seen by forward passes, 0 where there was no pool.
+        seconds: Wall-clock time by stage.
+        distance: Estimated distance to the full-batch posterior, ``None`` if it was not estimated.
+        standard_error: How far the true distance may be from it, as a standard deviation.
+        reason: Why the fit ended.
+
+    Example:
+        >>> print(FitReport("auto", 64, 500, 32, 1000, 500, {"passes": 0.5}, 0.031, 0.01, "done"))
+        auto: 64 backward and 500 forward passes for 1,000 training data, 0.5 s
+        Predictive standard deviations are about 3.1 % off those of a full-batch fit (+- 1.0 %).
+        It stopped here: done.
+    """
+
+    method: str
+    n_passes: int
+    n_forward: int
+    n_probes: int
+    n_data: int
+    n_pool: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    distance: float | None = None
+    standard_error: float | None = None
+    reason: str = "all of its data were used"
+
+    def __str__(self) -> str:
+        """Three lines that anybody understands."""
+        far = "How far it is from a full-batch fit was not estimated."
+        if self.distance is not None and self.standard_error is not None:
+            far = (
+                f"Predictive standard deviations are about {100 * self.distance:.1f} % off those "
+                f"of a full-batch fit (+- {100 * self.standard_error:.1f} %)."
+            )
+        return (
+            f"{self.method}: {self.n_passes:,} backward and {self.n_forward:,} forward passes for "
+            f"{self.n_data:,} training data, {sum(self.seconds.values()):.1f} s\n"
+            f"{far}\nIt stopped here: {self.reason}."
+        )
+
+
+def report_of(method: str, cost: Any, n_data: int) -> FitReport:
+    """The report of a method that does not estimate its distance.
+
+    Args:
+        method: Its word.
+        cost: Passes and seconds.
+        n_data: Number N of training data.
+
+    Returns:
+        A report without a distance.
+    """
+    return FitReport(method, cost.backward, cost.forward, 0, n_data, 0, dict(cost.seconds))

@@ -1,7 +1,7 @@
 r"""THE engine: run passes, count them, and hand each layer's rows to accumulators.
 
 For each trainable weight the block of the GGN is approximated by ``kron(B, A)``, for each bias by
-``B``. With backward vectors ``v_nk`` (:func:`laplace_debias.network.loss.backward_vectors`)::
+``B``. With backward vectors ``v_nk`` (:func:`laplace_debias.network.vectors.backward_vectors`)::
 
     B = sum_n w_n sum_k sum_t g_nkt g_nkt^T      g_nkt = (d f_n / d s_nt)^T v_nk
     A = mean_{n,t} a_nt a_nt^T
@@ -15,94 +15,47 @@ alone: the data worth backward passes for B need not be those that serve A.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.data.datum_keys import datum_keys
 from laplace_debias.data.inputs import Inputs
-from laplace_debias.data.targets import check_targets
-from laplace_debias.data.weighted import WeightedTargets, apart
-from laplace_debias.kfac.counts import FitCost
+from laplace_debias.data.targets import WeightedTargets, apart, check_targets
 from laplace_debias.kfac.factors import Block, Factors
-from laplace_debias.kfac.few_rows import total_of
-from laplace_debias.kfac.grams import KFAC_APPROXES, InputGram, KFACApprox
+from laplace_debias.kfac.few_rows import KFACApprox, as_matrix, total_of
+from laplace_debias.kfac.grams import InputGram
+from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.kfac.norms import NormGram
 from laplace_debias.kfac.originals import OriginalGram
-from laplace_debias.kfac.rotations import (
-    RotatedInputs,
-    curvatures_of,
-    input_gram,
-    output_grams,
-)
+from laplace_debias.kfac.rotations import RotatedInputs, input_gram, output_grams
 from laplace_debias.kfac.row_counts import RowCounter, input_rows, output_rows
-from laplace_debias.network.calling import call_model
-from laplace_debias.network.check import agree
-from laplace_debias.network.layers import (
-    has_rows_last,
-    is_kfac_layer,
-    is_norm,
-    n_in,
-    normalised,
-)
-from laplace_debias.network.loss import (
-    Fisher,
-    Sampler,
-    backward_vectors,
-    likelihood_name,
-    loss_sum,
-    mean_loss_hessian,
-)
-from laplace_debias.network.objective import Objective
-from laplace_debias.network.ownership import OwnedParameter, owned_parameters
-from laplace_debias.network.positions import (
-    as_outputs,
+from laplace_debias.kfac.thin import curvatures_of
+from laplace_debias.network.calling import (
+    call_model,
     check_positions,
     classes_last,
-    n_exact_vectors,
-    position_vectors,
     weights_of_positions,
 )
+from laplace_debias.network.check import agree
+from laplace_debias.network.layers import has_rows_last, is_kfac_layer, is_norm, n_in
+from laplace_debias.network.loss import loss_sum, mean_loss_hessian
+from laplace_debias.network.ownership import OwnedParameter
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder, check_outputs
+from laplace_debias.network.responses import normalised
+from laplace_debias.network.vectors import (
+    Fisher,
+    Sampler,
+)
 
 __all__ = ["Engine", "kfac_factors"]
 
 
 @dataclass
-class Engine:
-    """A network as K-FAC sees it, with its passes counted.
-
-    Attributes:
-        root: The module whose parameters are Bayesian: linear layers, convolutions and
-            normalisations, its output ``[n, C]``; anything else may stand between them if its own
-            parameters are frozen. A module that is called several times sees the calls as further
-            positions.
-        likelihood: ``"classification"`` (softmax cross-entropy) or ``"regression"`` (half squared
-            error).
-        fisher: Which backward vectors, see :func:`laplace_debias.network.loss.backward_vectors`.
-        kfac_approx: How positions are summed, see :mod:`laplace_debias.kfac.grams`.
-        sampler: How ``fisher="mc"`` draws its vectors.
-        generator: Source of randomness for ``fisher="mc"``; the global one by default.
-        embed: Turns a datum's inputs into inputs of ``root`` (features for a last layer).
-        params: Parameters that get a block; by default all that require a gradient.
-        objective: Class weights, label smoothing or noises of the outputs, if there were any.
-        cost: What all passes so far have cost.
-        exact_up_to: Most outputs for which ``fisher="exact"`` is kept; with more, one random vector
-            per datum takes the place of one per output, and a warning says so.
-        reached: Parameters whose layers some datum has reached. A mini-batch that does not reach
-            them tells that they have no curvature there; others are refused.
-        draw_seed: Key the draws of ``fisher="mc"`` by this number and the datum instead of taking
-            them from the generator: whichever process has a datum draws the same for it.
-        first_output: What the first datum to come gives by itself, ``[1, C]``, if that is known:
-            its mini-batch must give the same.
-
-    Raises:
-        ValueError: If the model has no trainable parameter, K-FAC cannot represent one, or an
-            option is unknown.
+class Engine(EngineInterface):
+    """The engine that runs the passes; attributes and arguments as :class:`EngineInterface`'s.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -111,42 +64,6 @@ class Engine:
         >>> [tuple(len(M) for M in block) for block in factors.blocks], engine.cost.backward
         ([(4, 3), (4,), (2, 4), (2,)], 5)
     """
-
-    root: nn.Module
-    likelihood: str
-    fisher: Fisher = "exact"
-    kfac_approx: KFACApprox = "expand"
-    sampler: Sampler = "trace"
-    generator: torch.Generator | None = None
-    embed: Callable[[Inputs], Inputs] | None = None
-    params: Iterable[Tensor] | None = None
-    objective: Objective = field(default_factory=Objective)
-    cost: FitCost = field(default_factory=FitCost)
-    exact_up_to: float = math.inf
-    reached: set[str] = field(default_factory=set)
-    draw_seed: int | None = None
-    first_output: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        """Look up who owns the parameters."""
-        self.likelihood = likelihood_name(self.likelihood)
-        if self.kfac_approx not in KFAC_APPROXES:
-            raise ValueError(
-                f"Expected `kfac_approx` in {KFAC_APPROXES}, got {self.kfac_approx!r}. Remedy: "
-                "pass one of them."
-            )
-        self.owned = owned_parameters(self.root, self.params)
-        shared = [p.name for p in self.owned if len(p.layers) > 1]
-        if shared and self.kfac_approx != "expand":
-            raise ValueError(
-                f"Expected kfac_approx='expand' for parameters that several layers share "
-                f"({shared}), got {self.kfac_approx!r}. Remedy: use 'expand', or freeze them."
-            )
-        self.names = tuple(p.name for p in self.owned)
-        layers = {layer: None for p in self.owned for layer in p.layers}  # an ordered set
-        self.layers = list(layers)
-        found = {module: name for name, module in self.root.named_modules()}
-        self._layer_names = {layer: found[layer] or "the model" for layer in layers}
 
     def factors(
         self,
@@ -161,32 +78,7 @@ class Engine:
         along: Sequence[Block] | None = None,
         few_rows: bool = False,
     ) -> Factors:
-        """Factors of one mini-batch; the network is left as found.
-
-        Args:
-            X: Inputs of n data, a tensor or a mapping that the model takes as its one argument.
-            targets: ``[n]`` class indices or ``[n, C]`` values, with sample weights or without.
-                Needed for the loss and for the empirical Fisher.
-            weights: Non-negative weight ``[n]`` of each datum in B and in the loss; 1 by default.
-            inputs: Whether to compute A, or the names of the weights that get one.
-            outputs: Whether to compute B, which takes backward passes. Without, the network's
-                outputs are kept instead.
-            rows_from: Keep the rows of linear layers of at least that many inputs, if they see one
-                row per datum; by default of none.
-            count_rows: Whether to count the rows behind every factor, which takes a Gram matrix
-                per datum: for mini-batches of few data.
-            along: Eigenvectors of every block. Each factor is then given by its curvatures along
-                them, ``diag(Q^T B Q)``, ``[d]`` in float64, and never formed itself.
-            few_rows: Whether factors of few rows are given by these, see
-                :mod:`laplace_debias.kfac.few_rows`.
-
-        Returns:
-            The factors, in at least single precision.
-
-        Raises:
-            ValueError: If the forward pass never uses a layer, or if the shapes of outputs, targets
-                or weights do not fit.
-        """
+        """See :meth:`EngineInterface.factors`."""
         y, own = apart(targets)
         if own is not None:
             weights = own if weights is None else own * weights
@@ -300,25 +192,6 @@ class Engine:
             f, y = f.flatten(0, -2), y.flatten(0, f.ndim - 2)
         return loss_sum(f, y, self.likelihood, None if weights is None else weights.reshape(-1))
 
-    def datum_weights(self, y: Tensor, C: int) -> Tensor | None:
-        """How much each datum counts in the loss by its target, ``[n]``; ``None`` if all count one.
-
-        Args:
-            y: Targets.
-            C: Number of outputs.
-
-        Returns:
-            Class weights of a classification's data.
-        """
-        if self.likelihood != "classification":
-            return None
-        return self.objective.targets(y, C)[1]
-
-    def mean_hessian(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Mean over data of the loss Hessian at outputs ``[n, C]``, in float64."""
-        H = mean_loss_hessian(f, self.likelihood, weights)
-        return self.objective.whitened(self.objective.whitened(H).T)
-
     def _input_factor(self, p: OwnedParameter, gram: InputGram | None, n: int) -> Tensor | None:
         """A of a weight, zero if no datum was routed to its layer."""
         if gram is None:
@@ -329,33 +202,6 @@ class Engine:
         rotated = isinstance(gram, RotatedInputs)
         dtype = torch.float64 if rotated else torch.promote_types(weight.dtype, torch.float32)
         return weight.new_zeros(d_in if rotated else (d_in, d_in), dtype=dtype)
-
-    def _backward_vectors(
-        self, X: Inputs, f: Tensor, y: Tensor | None, weights: Tensor | None
-    ) -> tuple[int, Iterable[Tensor]]:
-        """Number of vectors, and these, in the shape of f; drawn or keyed by the data."""
-
-        def vectors(at: slice, generator: torch.Generator | None) -> Tensor:
-            targets, shares = (t if t is None else t[at] for t in (y, weights))
-            if f.ndim > 2:
-                drawn = position_vectors(classes_last(f[at]), "mc", generator, shares, self.sampler)
-                return torch.stack([as_outputs(v) for v in drawn])
-            options = (self.likelihood, self.fisher, generator, shares, self.sampler)
-            white = self.objective.whitened(f[at])
-            return self.objective.whitened(backward_vectors(white, targets, *options))
-
-        if f.ndim > 2 and self.fisher == "exact":  # one position after the other
-            exact = position_vectors(classes_last(f), "exact", weights=weights)
-            return n_exact_vectors(classes_last(f), weights), map(as_outputs, exact)
-        if self.draw_seed is None or self.fisher != "mc":
-            V = vectors(slice(None), self.generator)
-            return len(V), V
-        parts = []
-        for i, key in enumerate(datum_keys(X, len(f), self.draw_seed)):
-            own = torch.Generator(f.device).manual_seed(key)
-            parts.append(vectors(slice(i, i + 1), own))
-        V = torch.cat(parts, dim=1)
-        return len(V), V
 
     def _outputs(
         self,
@@ -372,7 +218,7 @@ class Engine:
     ) -> tuple[int, dict[str, Tensor]]:
         """The number of backward vectors, and B of every parameter, or what it is along Q."""
         known: dict[nn.Module, Tensor] = {}
-        if self._knows_hessian and not counters:  # at the output B needs no backward pass
+        if self.knows_hessian and not counters:  # at the output B needs no backward pass
             behind = {p.layers[0] for p in self.owned if p.original is not None}
             ends = [
                 x
@@ -388,18 +234,18 @@ class Engine:
                 known = dict.fromkeys(ends, H.to(torch.promote_types(f.dtype, torch.float32)))
 
         def along(M: Tensor, name: str) -> Tensor:
-            return curvatures_of(M, Q[name][0]) if Q else M
+            return curvatures_of(as_matrix(M), Q[name][0]) if Q else M
 
         layers = [layer for layer in self.layers if layer not in known]
         if not layers:
             return 0, {
                 p.name: total_of([along(known[m], p.name) for m in p.layers]) for p in self.owned
             }
-        self._choose_fisher(f)
-        n_vectors, V = self._backward_vectors(X, f.detach(), y, weights)
+        self.choose_fisher(f)
+        n_vectors, V = self.backward_vectors_of(X, f.detach(), y, weights)
         owned = [p for p in self.owned if not p.has_one_factor]
         with_factors = {layer for p in owned for layer in p.layers}
-        names = {m: self._layer_names[m] for m in layers if is_kfac_layer(m) and m in with_factors}
+        names = {m: self.layer_names[m] for m in layers if is_kfac_layer(m) and m in with_factors}
         grams = output_grams(owned, f, self.kfac_approx, names, Q, few_rows)
         scales = {p.name: NormGram(p, f, few_rows or bool(Q)) for p in self.owned if p.scales}
         originals = {p.name: OriginalGram(p, f) for p in self.owned if p.original is not None}
@@ -464,49 +310,6 @@ class Engine:
                 "treat each datum by itself, and normalise with statistics of the training. "
                 "`verify=False` turns this check off."
             )
-
-    @property
-    def _knows_hessian(self) -> bool:
-        """Whether vectors stand for the loss Hessian, better than by the textbook's labels."""
-        if self.objective.output_noise is not None:
-            return False
-        return self.fisher == "exact" or (self.fisher == "mc" and self.sampler == "trace")
-
-    def _choose_fisher(self, f: Tensor) -> None:
-        """Take one random vector per datum where exact ones would be too many."""
-        p = classes_last(f)
-        positions = p.ndim > 2 and math.isfinite(self.exact_up_to)
-        if self.fisher != "exact" or not (positions or p.shape[-1] > self.exact_up_to):
-            return
-        what = f"{p[0, ..., 0].numel()} positions" if p.ndim > 2 else f"{p.shape[-1]} outputs"
-        warnings.warn(
-            f"The output Hessians of {what} are sampled, one backward pass per datum instead of "
-            f"{n_exact_vectors(p)}: fisher='mc'. Pass fisher='exact' for all of them.",
-            stacklevel=2,
-        )
-        self.fisher = "mc"
-
-    def check_called(self, recorder: Recorder, outputs: bool) -> None:
-        """Raise if a layer was never called so far, or called without gradients."""
-        self.reached |= {
-            p.name for p in self.owned if all(recorder.calls[layer] for layer in p.layers)
-        }
-        for p in self.owned:
-            for layer in p.layers:
-                if not recorder.calls[layer] and p.name not in self.reached:
-                    raise ValueError(
-                        f"Expected the forward pass to call the layer of parameter {p.name}, got "
-                        "no call (it is unused, its weight is used without it, as in "
-                        "MultiheadAttention, or no datum of the first mini-batch is routed to it). "
-                        "Remedy: take a larger mini-batch, or freeze it, "
-                        f'`model.get_parameter("{p.name}").requires_grad_(False)`.'
-                    )
-                if outputs and any(call.edge is None for call in recorder.calls[layer]):
-                    raise ValueError(
-                        f"Expected the output of '{self._layer_names[layer]}' to require a "
-                        "gradient, got one that does not. Remedy: let its parameters require "
-                        "gradients, and do not call it under `no_grad`."
-                    )
 
 
 def kfac_factors(

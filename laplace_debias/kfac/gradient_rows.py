@@ -12,41 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
-from laplace_debias.kfac.engine import Engine
-from laplace_debias.kfac.grams import check_datum
+from laplace_debias.kfac.few_rows import check_datum
+from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.kfac.norms import norm_rows
 from laplace_debias.kfac.row_counts import output_rows
 from laplace_debias.network.calling import call_model
-from laplace_debias.network.layers import is_kfac_layer, is_norm, n_out, normalised
-from laplace_debias.network.ownership import OwnedParameter
+from laplace_debias.network.layers import is_kfac_layer, is_norm, n_out
+from laplace_debias.network.ownership import OwnedParameter, RowsKey, rows_key
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder, check_outputs
+from laplace_debias.network.responses import normalised
 
-__all__ = ["RowsKey", "gradient_rows", "rows_key"]
-
-RowsKey = tuple[object, ...]
-"""What the rows of a parameter are found by."""
-
-
-def rows_key(parameter: OwnedParameter) -> RowsKey:
-    """Its layers, as a weight and a bias share their rows; scales and shifts have their own.
-
-    Args:
-        parameter: The parameter.
-
-    Returns:
-        The layers, for a scale or shift with its role.
-
-    Example:
-        >>> norm = nn.LayerNorm(2)
-        >>> rows_key(OwnedParameter("1.bias", "bias", (norm,))) == (norm, "bias")
-        True
-    """
-    return (*parameter.layers, parameter.role) if parameter.scales else parameter.layers
+__all__ = ["gradient_rows"]
 
 
 def gradient_rows(
-    engine: Engine, X: Inputs, vectors: Callable[[Tensor], Tensor]
+    engine: EngineInterface, X: Inputs, vectors: Callable[[Tensor], Tensor]
 ) -> dict[RowsKey, Tensor]:
     r"""Rows :math:`g = (\partial f_n / \partial s_{nt})^\top v_n` of every layer.
 
@@ -65,6 +46,7 @@ def gradient_rows(
         ValueError: If a layer does not see its data along the first dimension, or is never called.
 
     Example:
+        >>> from laplace_debias.kfac.engine import Engine
         >>> engine = Engine(nn.Linear(3, 2), "regression")
         >>> rows = gradient_rows(engine, torch.ones(5, 3), torch.ones_like)
         >>> [tuple(value.shape) for value in rows.values()], engine.cost.backward

@@ -24,15 +24,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from math import prod
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from laplace_debias.kfac.few_rows import RowSum, added, are_few, scaled
+from laplace_debias.kfac.few_rows import (
+    KFACApprox,
+    RowSum,
+    add_gram_,
+    added,
+    are_few,
+    check_datum,
+    mirror_,
+    scaled,
+)
 from laplace_debias.kfac.shifts import saves_work, shifted_gram
-from laplace_debias.kfac.symmetric import add_gram_, mirror_
 from laplace_debias.network.layers import KFACLayer, has_rows_last, n_out
 from laplace_debias.network.unfold import (
     conv_image,
@@ -42,19 +49,8 @@ from laplace_debias.network.unfold import (
     unfolded,
 )
 
-__all__ = [
-    "KFAC_APPROXES",
-    "InputGram",
-    "KFACApprox",
-    "OutputGram",
-    "check_datum",
-    "gradient_rows",
-    "input_mean",
-]
+__all__ = ["InputGram", "OutputGram", "gradient_rows", "input_mean"]
 
-KFACApprox = Literal["expand", "reduce", "backpack"]
-"""How positions are summed, see above."""
-KFAC_APPROXES: tuple[KFACApprox, ...] = ("expand", "reduce", "backpack")
 
 # An unfolded convolution input is copied in slices of about this size, so that memory stays
 # bounded.
@@ -250,27 +246,3 @@ def _input_sum(layer: KFACLayer, x: Tensor) -> tuple[Tensor, int]:
     d = len(layer.kernel_size)
     total = windows.sum(dim=tuple(range(1, 1 + d))).flatten(1)
     return total, prod(windows.shape[1 : 1 + d])
-
-
-def check_datum(rows: int, n: int, name: str) -> None:
-    """Raise unless a layer's first dimension runs over the data.
-
-    Args:
-        rows: Size of the first dimension.
-        n: Number of data.
-        name: What the layer is called in the error.
-
-    Raises:
-        ValueError: If the two differ.
-
-    Example:
-        >>> check_datum(8, 8, "weight")
-    """
-    if rows != n:
-        raise ValueError(
-            f"Expected '{name}' to see its {n} data along the first dimension, because "
-            "kfac_approx='reduce' and 'backpack' and normalisations sum the positions of each "
-            f"datum, and effective rows count data; got a first dimension of {rows} (data merged "
-            "with positions, or positions first). Remedy: kfac_approx='expand' without counting "
-            "rows, a normalisation frozen, or reshape inside the model."
-        )

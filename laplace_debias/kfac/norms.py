@@ -17,10 +17,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.kfac.few_rows import RowSum
-from laplace_debias.kfac.grams import check_datum
-from laplace_debias.network.layers import norm_gradients
+from laplace_debias.kfac.few_rows import RowSum, check_datum
 from laplace_debias.network.ownership import OwnedParameter
+from laplace_debias.network.responses import norm_gradients
 
 __all__ = ["NormGram", "norm_rows"]
 

@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.kfac.grams import check_datum
-from laplace_debias.kfac.symmetric import add_gram_, mirror_
-from laplace_debias.network.layers import has_rows_last, is_norm, layer_response, norm_gradients
+from laplace_debias.kfac.few_rows import add_gram_, check_datum, mirror_
+from laplace_debias.network.layers import has_rows_last, is_norm
 from laplace_debias.network.ownership import OwnedParameter
 from laplace_debias.network.parametrized import effective, pulled_back
+from laplace_debias.network.responses import layer_response, norm_gradients
 
 __all__ = ["OriginalGram", "bias_gradients", "weight_gradients"]
 

@@ -23,63 +23,20 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.kfac import grams, symmetric
+from laplace_debias.kfac import few_rows, grams
 from laplace_debias.kfac.factors import Block
-from laplace_debias.kfac.few_rows import as_matrix
-from laplace_debias.kfac.grams import (
-    InputGram,
-    KFACApprox,
-    OutputGram,
-    input_mean,
-)
+from laplace_debias.kfac.few_rows import KFACApprox, add_gram_, as_matrix, mirror_
+from laplace_debias.kfac.grams import InputGram, OutputGram, input_mean
 from laplace_debias.kfac.shifts import saves_work
-from laplace_debias.kfac.symmetric import add_gram_, mirror_
-from laplace_debias.kfac.thin import is_thin, with_null_space
+from laplace_debias.kfac.thin import curvatures_of, is_thin, with_null_space
 from laplace_debias.network.layers import KFACLayer, has_rows_last, is_kfac_layer
 from laplace_debias.network.ownership import OwnedParameter
 from laplace_debias.network.unfold import conv_image, n_positions, unfolded
 
-__all__ = [
-    "RotatedInputs",
-    "RotatedOutputs",
-    "curvature_along",
-    "curvatures_of",
-    "input_gram",
-    "output_grams",
-    "squares_along",
-]
+__all__ = ["RotatedInputs", "RotatedOutputs", "input_gram", "output_grams", "squares_along"]
 
-# Rows of a symmetric matrix, and directions, that are multiplied at once.
-_ROWS, _COLUMNS = 256, 512
 # From this many rows per dimension a symmetric product saves more than measuring along Q costs.
 _ROWS_PER_DIMENSION = 2
-
-
-def curvature_along(M: Tensor, Q: Tensor) -> Tensor:
-    r"""Curvature of a symmetric matrix along directions, :math:`\mathrm{diag}(Q^\top M Q)`.
-
-    Blocks below the diagonal count twice, those above are not read: nearly half of the product.
-
-    Args:
-        M: Symmetric matrix ``[d, d]``, of any floating point type.
-        Q: Directions ``[d, k]`` in columns.
-
-    Returns:
-        Curvatures ``[k]`` in the type of ``Q``.
-
-    Example:
-        >>> curvature_along(torch.tensor([[2.0, 1.0], [1.0, 4.0]]), torch.tensor([[1.0], [1.0]]))
-        tensor([8.])
-    """
-    values = Q.new_zeros(Q.shape[1])
-    for start in range(0, len(M), _ROWS):
-        here = slice(start, start + _ROWS)
-        rows = M[here, : start + _ROWS].to(Q.dtype)
-        product = rows[:, start:] @ Q[here]
-        if start:
-            product.addmm_(rows[:, :start], Q[:start], alpha=2.0)
-        values += (Q[here] * product).sum(0)
-    return values
 
 
 def squares_along(rows: Tensor, Q: Tensor) -> Tensor:
@@ -98,7 +55,7 @@ def squares_along(rows: Tensor, Q: Tensor) -> Tensor:
     """
     r, d = rows.shape
     many = r > _ROWS_PER_DIMENSION * d and not is_thin(Q)
-    if many and d > symmetric._HALVE_ABOVE and _is_scratch(d, rows):
+    if many and d > few_rows._HALVE_ABOVE and _is_scratch(d, rows):
         M = rows.new_empty(d, d)
         add_gram_(M, rows, beta=0.0)
         return curvatures_of(mirror_(M), Q)
@@ -110,25 +67,6 @@ def squares_along(rows: Tensor, Q: Tensor) -> Tensor:
         if is_thin(Q):
             trace += torch.linalg.vector_norm(part, dtype=torch.float64).square()
     return with_null_space(values, trace, d)
-
-
-def curvatures_of(M: Tensor, Q: Tensor) -> Tensor:
-    """Curvatures of a matrix along a basis and its null space, at least 0.
-
-    Args:
-        M: Symmetric matrix ``[d, d]``, or few rows of it.
-        Q: Directions ``[d, k]`` in columns, orthonormal.
-
-    Returns:
-        Curvatures ``[d]`` in float64, first those of the null space of a thin basis.
-
-    Example:
-        >>> curvatures_of(torch.diag(torch.tensor([1.0, 3.0, 5.0])), torch.eye(3)[:, 2:])
-        tensor([2., 2., 5.], dtype=torch.float64)
-    """
-    M = as_matrix(M)
-    parts = [curvature_along(M, part.double()) for part in Q.split(_COLUMNS, dim=1)]
-    return with_null_space(torch.cat(parts).clamp_(min=0.0), M.diagonal().double().sum(), len(M))
 
 
 def _is_scratch(d: int, like: Tensor) -> bool:
@@ -168,7 +106,7 @@ class RotatedInputs(InputGram):
         if n_rows > d and _is_scratch(d, image):
             many = n_rows > _ROWS_PER_DIMENSION * d and not is_thin(self.Q)
             if many or saves_work(image, *shape):
-                return curvatures_of(input_mean(layer, x)[0], self.Q), n_rows
+                return curvatures_of(as_matrix(input_mean(layer, x)[0]), self.Q), n_rows
         slices = unfolded(layer, image, pads, grams._SLICE_BYTES)
         return torch.stack([self.summed(rows, 1 / n_rows) for rows in slices]).sum(0), n_rows
 

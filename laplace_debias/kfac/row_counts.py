@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from laplace_debias.kfac.counts import RowCount
-from laplace_debias.kfac.grams import KFACApprox, check_datum
+from laplace_debias.kfac.few_rows import KFACApprox, check_datum
 from laplace_debias.network.layers import KFACLayer, has_rows_last
 from laplace_debias.network.unfold import conv_image, conv_windows, last_first
 

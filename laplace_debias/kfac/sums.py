@@ -18,7 +18,7 @@ from laplace_debias.data.processes import Processes, processes
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.kfac.few_rows import are_few, as_matrix, is_rows
 
-__all__ = ["factors_of_all", "shared_out"]
+__all__ = ["factors_of_all"]
 
 
 @dataclass(frozen=True)
@@ -194,25 +194,3 @@ def _zeros(share: _Share, device: torch.device) -> Factors:
         at_output=share.at_output,
         n_rows=(0,) * len(share.names),
     )
-
-
-def shared_out(costs: Sequence[float], group: Processes | None) -> list[int]:
-    """Deal out jobs: the dearest first, each to the process with the least to do so far.
-
-    Args:
-        costs: Of each job.
-        group: The processes, ``None`` if there is only this one.
-
-    Returns:
-        The rank that does each job, the same in every process.
-
-    Example:
-        >>> shared_out([1.0, 8.0, 4.0, 3.0], Processes(0, 2))
-        [1, 0, 1, 1]
-    """
-    load = [0.0] * (1 if group is None else group.size)
-    ranks = [0] * len(costs)
-    for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
-        ranks[job] = load.index(min(load))
-        load[ranks[job]] += costs[job]
-    return ranks

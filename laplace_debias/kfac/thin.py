@@ -24,18 +24,29 @@ an arbitrary basis, it does not depend on the machine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from laplace.utils import KronDecomposed
 from torch import Tensor
 
 __all__ = [
+    "bases_of",
     "completed",
     "coordinates",
+    "curvature_along",
+    "curvatures_of",
     "frame_values",
     "from_coordinates",
     "is_thin",
     "with_null_space",
 ]
+
+
+# Rows of a symmetric matrix, and directions, that are multiplied at once.
+_ROWS = 256
+
+_COLUMNS = 512
 
 
 def is_thin(Q: Tensor) -> bool:
@@ -162,3 +173,64 @@ def all_completed(blocks: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         [torch.Size([3, 3])]
     """
     return [[completed(Q) for Q in block] for block in blocks]
+
+
+def curvature_along(M: Tensor, Q: Tensor) -> Tensor:
+    r"""Curvature of a symmetric matrix along directions, :math:`\mathrm{diag}(Q^\top M Q)`.
+
+    Blocks below the diagonal count twice, those above are not read: nearly half of the product.
+
+    Args:
+        M: Symmetric matrix ``[d, d]``, of any floating point type.
+        Q: Directions ``[d, k]`` in columns.
+
+    Returns:
+        Curvatures ``[k]`` in the type of ``Q``.
+
+    Example:
+        >>> curvature_along(torch.tensor([[2.0, 1.0], [1.0, 4.0]]), torch.tensor([[1.0], [1.0]]))
+        tensor([8.])
+    """
+    values = Q.new_zeros(Q.shape[1])
+    for start in range(0, len(M), _ROWS):
+        here = slice(start, start + _ROWS)
+        rows = M[here, : start + _ROWS].to(Q.dtype)
+        product = rows[:, start:] @ Q[here]
+        if start:
+            product.addmm_(rows[:, :start], Q[:start], alpha=2.0)
+        values += (Q[here] * product).sum(0)
+    return values
+
+
+def curvatures_of(M: Tensor, Q: Tensor) -> Tensor:
+    """Curvatures of a matrix along a basis and its null space, at least 0.
+
+    Args:
+        M: Symmetric matrix ``[d, d]``.
+        Q: Directions ``[d, k]`` in columns, orthonormal.
+
+    Returns:
+        Curvatures ``[d]`` in float64, first those of the null space of a thin basis.
+
+    Example:
+        >>> curvatures_of(torch.diag(torch.tensor([1.0, 3.0, 5.0])), torch.eye(3)[:, 2:])
+        tensor([2., 2., 5.], dtype=torch.float64)
+    """
+    parts = [curvature_along(M, part.double()) for part in Q.split(_COLUMNS, dim=1)]
+    return with_null_space(torch.cat(parts).clamp_(min=0.0), M.diagonal().double().sum(), len(M))
+
+
+def bases_of(H: KronDecomposed) -> list[list[Tensor]]:
+    """Bases of a curvature as they are held: thin, if it is ours.
+
+    Args:
+        H: laplace-torch's, or a :class:`~laplace_debias.kfac.thin_kron.ThinKronDecomposed`.
+
+    Example:
+        >>> from laplace_debias.kfac.thin_kron import ThinKronDecomposed
+        >>> H = ThinKronDecomposed([[torch.eye(3)[:, :1]]], [[torch.ones(3)]])
+        >>> bases_of(H)[0][0].shape
+        torch.Size([3, 1])
+    """
+    found: Any = H.bases if hasattr(H, "bases") else H.eigenvectors
+    return [list(block) for block in found]

@@ -14,10 +14,9 @@ from laplace_debias.kfac.thin import (
     coordinates,
     frame_values,
     from_coordinates,
-    is_thin,
 )
 
-__all__ = ["ThinKronDecomposed", "bases_of", "kron_decomposed"]
+__all__ = ["ThinKronDecomposed"]
 
 
 class ThinKronDecomposed(KronDecomposed):
@@ -85,40 +84,3 @@ class ThinKronDecomposed(KronDecomposed):
 def _numel(lam: Sequence[Tensor]) -> int:
     """Number of rows of a block."""
     return int(torch.Size([len(values) for values in lam]).numel())
-
-
-def kron_decomposed(
-    Q: list[list[Tensor]], lam: list[list[Tensor]], damping: bool = False
-) -> KronDecomposed:
-    """What laplace-torch holds, thin where there is a thin basis.
-
-    Args:
-        Q: Orthonormal columns ``[d, r]`` of every factor.
-        lam: Eigenvalues ``[d]``.
-        damping: laplace-torch's switch.
-
-    Example:
-        >>> type(kron_decomposed([[torch.eye(2)]], [[torch.ones(2)]])).__name__
-        'KronDecomposed'
-    """
-    thin = any(is_thin(Q_f) for block in Q for Q_f in block)
-    kind = ThinKronDecomposed if thin else KronDecomposed
-    # laplace-torch holds lists of lists, and annotates them as if each were a tuple of one
-    vectors: Any = Q
-    values: Any = lam
-    return kind(vectors, values, damping=damping)
-
-
-def bases_of(H: KronDecomposed) -> list[list[Tensor]]:
-    """Bases of a curvature as they are held: thin, if it is ours.
-
-    Args:
-        H: laplace-torch's, or a :class:`ThinKronDecomposed`.
-
-    Example:
-        >>> H = ThinKronDecomposed([[torch.eye(3)[:, :1]]], [[torch.ones(3)]])
-        >>> bases_of(H)[0][0].shape
-        torch.Size([3, 1])
-    """
-    found: Any = H.bases if isinstance(H, ThinKronDecomposed) else H.eigenvectors
-    return [list(block) for block in found]

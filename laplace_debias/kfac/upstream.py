@@ -14,82 +14,26 @@ from collections.abc import MutableMapping
 from dataclasses import replace
 from typing import Any
 
-from laplace.curvature import BackPackGGN, BackPackInterface, CurvatureInterface, EFInterface
+from laplace.curvature import (
+    BackPackGGN,
+    BackPackInterface,
+    CurvatureInterface,
+    EFInterface,
+)
 from laplace.curvature.asdl import AsdlInterface
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
-from laplace_debias.data.targets import check_targets
-from laplace_debias.data.weighted import check_unweighted
-from laplace_debias.kfac.backend import HookGGN, HookInterface
+from laplace_debias.data.targets import check_targets, check_unweighted
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Block, Factors
 from laplace_debias.network.calling import wants_keywords
-from laplace_debias.network.layers import SUPPORTED_TYPES
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.ownership import kfac_layers
 from laplace_debias.network.recorder import Recorder
 from laplace_debias.network.upstream import last_layer_of
 
-__all__ = ["BackendEngine", "choose_backend", "supported_types"]
-
-
-def supported_types(backend: type[CurvatureInterface]) -> tuple[type[nn.Module], ...]:
-    """Layer classes for which a backend has Kronecker factors.
-
-    Args:
-        backend: A backend class of laplace-torch.
-
-    Returns:
-        The layer classes.
-
-    Example:
-        >>> [t.__name__ for t in supported_types(HookGGN)][:4]
-        ['Linear', 'Conv1d', 'Conv2d', 'Conv3d']
-    """
-    if issubclass(backend, HookInterface):
-        return SUPPORTED_TYPES
-    common = (nn.Linear, nn.Conv2d)
-    return (*common, nn.Conv1d) if issubclass(backend, BackPackGGN) else common
-
-
-def choose_backend(
-    backend: type[CurvatureInterface] | None, model: nn.Module
-) -> type[CurvatureInterface]:
-    """The backend to use: the user's choice, or this package's own.
-
-    Args:
-        backend: The user's choice, or ``None``.
-        model: The network.
-
-    Returns:
-        A backend class.
-
-    Raises:
-        ValueError: If the user chose ASDL and the model has layers that ASDL refuses or, with
-            groups, gets wrong in silence.
-
-    Example:
-        >>> choose_backend(None, nn.Linear(2, 1)).__name__
-        'HookGGN'
-    """
-    if backend is None:
-        return HookGGN
-    if not issubclass(backend, AsdlInterface):
-        return backend
-    refused = [
-        f"'{name}' (dilation={m.dilation}, groups={m.groups}, padding={m.padding!r})"
-        for name, m in kfac_layers(model).items()
-        if isinstance(m, nn.Conv2d)
-        and (m.dilation != (1, 1) or m.groups != 1 or isinstance(m.padding, str))
-    ]
-    if refused:
-        raise ValueError(
-            "Expected convolutions without dilation, groups or named padding for "
-            f"{backend.__name__}, got {', '.join(refused)}. Remedy: leave `backend` out, or pass "
-            "`CurvlinopsGGN`."
-        )
-    return backend
+__all__ = ["BackendEngine", "supported_types"]
 
 
 class BackendEngine:
@@ -250,3 +194,20 @@ def _to_convention(blocks: dict[str, Block], positions: dict[str, list[float]], 
             )
         scale = 1 / calls[0] if len(blocks[name]) == 2 else 1 / (calls[0] * n)
         blocks[name][-1] = blocks[name][-1] * scale
+
+
+def supported_types(backend: type[CurvatureInterface]) -> tuple[type[nn.Module], ...]:
+    """Layer classes for which a backend has Kronecker factors.
+
+    Args:
+        backend: A backend class of laplace-torch.
+
+    Returns:
+        The layer classes.
+
+    Example:
+        >>> [t.__name__ for t in supported_types(BackPackGGN)]
+        ['Linear', 'Conv2d', 'Conv1d']
+    """
+    common = (nn.Linear, nn.Conv2d)
+    return (*common, nn.Conv1d) if issubclass(backend, BackPackGGN) else common

@@ -7,21 +7,19 @@ from laplace_debias.network.freezing import (
     unsupported_parameters,
 )
 from laplace_debias.network.layers import KFAC_TYPES, KFACLayer
-from laplace_debias.network.loss import (
-    FISHERS,
-    SAMPLERS,
-    Fisher,
-    Likelihood,
-    Sampler,
-    backward_vectors,
-    curvature_scores,
-    mean_loss_hessian,
-    sampled_hessian_root,
-    softmax_hessian_root,
-)
+from laplace_debias.network.loss import Likelihood, curvature_scores, mean_loss_hessian
 from laplace_debias.network.model_check import ModelCheck, check_model
 from laplace_debias.network.parametrized import bake_parametrizations
 from laplace_debias.network.preserve import evaluation_mode, preserved
+from laplace_debias.network.vectors import (
+    FISHERS,
+    SAMPLERS,
+    Fisher,
+    Sampler,
+    backward_vectors,
+    sampled_hessian_root,
+    softmax_hessian_root,
+)
 from laplace_debias.network.verify import LayerCheck
 
 __all__ = [

@@ -4,6 +4,10 @@ A tensor is the network's one argument, a tuple or list its positional arguments
 keyword arguments where ``forward`` names its entries, as the models of ``transformers`` do;
 otherwise it is the one argument, as laplace-torch has it. What comes back is a tensor, or holds
 one: the attribute (or entry) ``logits``, or the first item of a tuple.
+
+A network that labels every position returns ``[n, T, C]`` (tokens) or ``[n, C, *positions]`` with
+two or more dimensions of positions (pixels), as ``transformers`` and convolutional networks do. In
+here classes are always last, ``[n, *positions, C]``.
 """
 
 from __future__ import annotations
@@ -17,7 +21,17 @@ from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
 
-__all__ = ["OutputPicker", "call_model", "pick_tensor", "wants_keywords"]
+__all__ = [
+    "OutputPicker",
+    "as_outputs",
+    "call_model",
+    "check_positions",
+    "classes_last",
+    "flat_outputs",
+    "pick_tensor",
+    "wants_keywords",
+    "weights_of_positions",
+]
 
 TARGETS = "labels"
 """The entry of a mapping that no network gets as a keyword: it would compute its loss with it."""
@@ -150,3 +164,109 @@ def pick_tensor(output: Any) -> Tensor:
         f"item is a tensor, got {got}. Remedy: name it, "
         "`Laplace(model, ..., output=lambda out: out[...])`."
     )
+
+
+def classes_last(f: Tensor) -> Tensor:
+    """Outputs with the classes in their last dimension.
+
+    Args:
+        f: Outputs of a network: ``[n, C]``, ``[n, T, C]`` or ``[n, C, *positions]``.
+
+    Returns:
+        A view ``[n, *positions, C]``.
+
+    Example:
+        >>> classes_last(torch.zeros(2, 3, 8, 8)).shape, classes_last(torch.zeros(2, 5, 3)).shape
+        (torch.Size([2, 8, 8, 3]), torch.Size([2, 5, 3]))
+    """
+    return f.movedim(1, -1) if f.ndim > 3 else f
+
+
+def as_outputs(values: Tensor, leading: int = 0) -> Tensor:
+    """Undo :func:`classes_last`.
+
+    Args:
+        values: ``[n, *positions, C]``, with further dimensions before.
+        leading: How many.
+
+    Returns:
+        A view in the shape of the network's outputs.
+
+    Example:
+        >>> as_outputs(torch.zeros(2, 8, 8, 3)).shape
+        torch.Size([2, 3, 8, 8])
+    """
+    return values.movedim(-1, leading + 1) if values.ndim - leading > 3 else values
+
+
+def flat_outputs(f: Tensor) -> Tensor:
+    """All outputs of each datum in one row, the classes of a position next to each other.
+
+    Args:
+        f: Outputs of a network.
+
+    Returns:
+        ``[n, positions * C]``; outputs ``[n, C]`` as they are.
+
+    Example:
+        >>> flat_outputs(torch.zeros(2, 3, 8, 8)).shape
+        torch.Size([2, 192])
+    """
+    return f if f.ndim <= 2 else classes_last(f).flatten(1)
+
+
+def check_positions(f: Tensor, likelihood: str, fisher: str = "mc") -> None:
+    """Raise if outputs have positions where there cannot be any.
+
+    Args:
+        f: Outputs, with classes last or not.
+        likelihood: Of the outputs.
+        fisher: Which backward vectors are asked for.
+
+    Raises:
+        ValueError: For another likelihood than a classification, or the empirical Fisher.
+
+    Example:
+        >>> check_positions(torch.zeros(2, 5, 3), "classification")
+    """
+    if f.ndim <= 2:
+        return
+    if likelihood != "classification":
+        raise ValueError(
+            f"Expected outputs of shape [n, C] with likelihood={likelihood!r}, got "
+            f"{list(f.shape)}: positions (tokens, pixels) have classes only. Remedy: return one "
+            "row of outputs per datum, `output=lambda f: f.flatten(1)`, with targets to match, "
+            "also for a single datum: name the dimension of a `.squeeze()`."
+        )
+    if fisher == "empirical":
+        raise ValueError(
+            "Expected fisher='exact' or 'mc' for one categorical per position, got 'empirical'. "
+            "Remedy: leave `fisher` out, and `backend`."
+        )
+
+
+def weights_of_positions(f: Tensor, weights: Tensor | None) -> Tensor | None:
+    """Weights of data or positions as one number for each position.
+
+    Args:
+        f: Outputs ``[n, *positions, C]``.
+        weights: ``[n]``, ``[n, *positions]`` or ``None``.
+
+    Returns:
+        ``[n, *positions]``, or ``None``.
+
+    Raises:
+        ValueError: If there is neither one for each datum nor for each position.
+
+    Example:
+        >>> weights_of_positions(torch.zeros(1, 2, 3), torch.tensor([4.0]))
+        tensor([[4., 4.]])
+    """
+    if weights is None or weights.shape == f.shape[:-1]:
+        return weights
+    if weights.shape != f.shape[:1]:
+        raise ValueError(
+            f"Expected weights of shape [{len(f)}], got {list(weights.shape)}. Remedy: pass one "
+            "per datum, or one per position."
+        )
+    return weights.reshape(-1, *[1] * (f.ndim - 2)).expand(f.shape[:-1])

@@ -23,11 +23,11 @@ from torch.autograd.graph import GradientEdge
 
 from laplace_debias.data.inputs import Inputs
 from laplace_debias.network.calling import call_model
-from laplace_debias.network.layers import at_every_position, is_norm, layer_response
+from laplace_debias.network.layers import has_own_forward, is_norm
 from laplace_debias.network.ownership import OwnedParameter
 from laplace_debias.network.preserve import devices_of, differentiable
-from laplace_debias.network.products import has_own_forward
 from laplace_debias.network.recorder import LayerCall, Recorder, check_outputs
+from laplace_debias.network.responses import at_every_position, layer_response
 
 __all__ = [
     "RowCheck",

@@ -6,12 +6,20 @@ from collections import Counter
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import is_parametrized
 
 from laplace_debias.network.layers import NORM_TYPES, SUPPORTED_TYPES
 from laplace_debias.network.ownership import is_supported_layer, kfac_layers
 from laplace_debias.network.parametrized import MOST_ENTRIES, originals
 
-__all__ = ["FreezeSummary", "check_supported", "freeze_unsupported", "unsupported_parameters"]
+__all__ = [
+    "FreezeSummary",
+    "check_supported",
+    "freeze_unsupported",
+    "unsupported_parameters",
+    "unwrapped",
+]
 
 REASONS = {
     "Embedding": "an embedding looks its rows up, one for each token: freeze it",
@@ -79,7 +87,8 @@ def unsupported_parameters(
     """
     owners: dict[nn.Parameter, int] = {}
     supported: set[nn.Parameter] = set()
-    if nn.LayerNorm in types:  # this package's own engine
+    own_engine = nn.LayerNorm in types
+    if own_engine and any(map(is_parametrized, model.modules())):
         supported |= {
             p
             for number, (layer, _) in originals(model).items()
@@ -205,3 +214,38 @@ def _kind(modules: dict[str, nn.Module], owner: str) -> str:
     parent = modules.get(owner.rpartition(".")[0])
     inside = isinstance(parent, nn.MultiheadAttention) and parent is not module
     return type(parent if inside else module).__name__
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The network inside a ``DistributedDataParallel``; any other as it is.
+
+    Args:
+        model: A network whose parameters every process has in full.
+
+    Returns:
+        The network whose parameters have their plain names.
+
+    Raises:
+        ValueError: If parameters are spread over processes (FSDP, DTensor): no process could
+            compute the factors of a layer.
+
+    Example:
+        >>> net = nn.Linear(1, 1)
+        >>> unwrapped(net) is net
+        True
+    """
+    if isinstance(model, DistributedDataParallel):
+        inner: nn.Module = model.module
+        return unwrapped(inner)
+    # by name: the classes live in modules that are slow to import
+    kinds = [type(m) for m in model.modules()] + [type(p) for p in model.parameters()]
+    spread = {"FullyShardedDataParallel", "FSDPModule", "DTensor"}
+    found = sorted({base.__name__ for kind in kinds for base in kind.__mro__} & spread)
+    if found:
+        raise ValueError(
+            "Expected a network whose parameters every process has in full, got one whose "
+            f"parameters are spread over processes ({', '.join(found)}). Remedy: fit it before "
+            "sharding, or load its full state dict into the plain network (it needs no gradients "
+            "or optimiser state here)."
+        )
+    return model

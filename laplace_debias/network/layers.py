@@ -1,22 +1,15 @@
-r"""Kinds of layers: those with rows, those that scale and shift, and how tensors are laid out.
+"""Kinds of layers: those whose weight multiplies rows, and those that scale and shift.
 
-A linear layer or convolution multiplies rows with its weight: its curvature has two Kronecker
-factors. A normalisation scales and shifts what it has normalised, :math:`s = \gamma \hat x + \beta`
-at every position: the gradient of a datum is the sum over positions of :math:`g \hat x` and of
-:math:`g`, one vector of d numbers each, whose curvature is kept exactly, as one factor ``[d, d]``.
+The curvature of a linear layer or convolution has two Kronecker factors; that of a normalisation is
+kept exactly, as one factor ``[d, d]`` (:mod:`laplace_debias.network.responses`).
 """
 
 from __future__ import annotations
 
-import math
 from typing import TypeGuard, get_args
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 from typing_extensions import TypeIs
-
-from laplace_debias.network.products import has_own_forward
-from laplace_debias.network.unfold import Conv, conv_padding, last_first
 
 __all__ = [
     "KFACLayer",
@@ -24,20 +17,18 @@ __all__ = [
     "NORM_TYPES",
     "Norm",
     "SUPPORTED_TYPES",
-    "at_every_position",
+    "has_own_forward",
+    "has_products",
     "has_rows_last",
     "is_kfac_layer",
     "is_norm",
     "is_transposed",
-    "layer_response",
     "n_in",
     "n_out",
-    "norm_gradients",
-    "norm_positions",
-    "normalised",
 ]
 
-KFACLayer = nn.Linear | Conv
+
+KFACLayer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 KFAC_TYPES: tuple[type[nn.Module], ...] = get_args(KFACLayer)
 """Layers whose weight has a Kronecker-factored curvature, in the default backend."""
 Norm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.LayerNorm | nn.GroupNorm | nn.RMSNorm
@@ -140,122 +131,41 @@ def n_in(layer: nn.Module) -> int:
     return weight.shape[0] if is_transposed(layer) else weight[0].numel()
 
 
-def normalised(layer: Norm, a: Tensor) -> Tensor:
-    r"""What a normalisation scales, :math:`\hat x`, in evaluation mode.
+def has_own_forward(module: nn.Module, types: tuple[type[nn.Module], ...] = KFAC_TYPES) -> bool:
+    """Whether a module may compute something else than its torch class does.
 
     Args:
-        layer: The normalisation.
-        a: Its input.
+        module: Any module.
+        types: The classes of torch that are looked for.
 
     Returns:
-        In the shape of the input.
+        True for subclasses and instances with a ``forward`` of their own.
 
     Example:
-        >>> import torch
-        >>> normalised(nn.LayerNorm(2, eps=0.0), torch.tensor([[1.0, 3.0]]))
-        tensor([[-1.,  1.]])
+        >>> has_own_forward(nn.Linear(2, 1)), has_own_forward(nn.Sequential())
+        (False, True)
     """
-    if isinstance(layer, nn.LayerNorm):
-        return F.layer_norm(a, layer.normalized_shape, eps=layer.eps)
-    if isinstance(layer, nn.RMSNorm):
-        return F.rms_norm(a, layer.normalized_shape, eps=layer.eps)
-    if isinstance(layer, nn.GroupNorm):
-        return F.group_norm(a, layer.num_groups, eps=layer.eps)
-    return F.batch_norm(a, layer.running_mean, layer.running_var, training=False, eps=layer.eps)
+    cls = type(module)
+    base = next((t for t in types if isinstance(module, t)), None)
+    names = ("forward", "_conv_forward")
+    return (
+        base is None
+        or "forward" in vars(module)
+        or any(getattr(cls, name, None) is not getattr(base, name, None) for name in names)
+    )
 
 
-def norm_positions(layer: nn.Module, t: Tensor) -> Tensor:
-    """A tensor of a normalisation's data, its d entries apart from the positions.
+def has_products(module: nn.Module) -> bool:
+    """Whether a linear layer or convolution has to be looked into.
 
     Args:
-        layer: The normalisation.
-        t: Its input, its output or a gradient of it: ``[n, ..., *normalized_shape]``, or
-            ``[n, C, ...]``.
+        module: Any module.
 
     Returns:
-        ``[n, d, R]`` with R positions.
+        True for those with a ``forward`` of their own.
 
     Example:
-        >>> import torch
-        >>> norm_positions(nn.LayerNorm(4), torch.zeros(2, 7, 4)).shape
-        torch.Size([2, 4, 7])
+        >>> has_products(nn.Linear(2, 1)), has_products(nn.Sequential())
+        (False, False)
     """
-    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
-        return t.reshape(len(t), -1, math.prod(layer.normalized_shape)).transpose(1, 2)
-    return t.flatten(2) if t.ndim > 2 else t.unsqueeze(-1)
-
-
-def norm_gradients(layer: nn.Module, role: str, g: Tensor, x_hat: Tensor | None) -> Tensor:
-    r"""Gradients of each datum in a normalisation's scale or shift.
-
-    :math:`\sum_t g_{nt} \hat x_{nt}` for the scale, :math:`\sum_t g_{nt}` for the shift.
-
-    Args:
-        layer: The normalisation.
-        role: ``"weight"`` or ``"bias"``.
-        g: Gradient of its output.
-        x_hat: What it scaled, see :func:`normalised`; needed for the scale.
-
-    Returns:
-        ``[n, d]``.
-
-    Example:
-        >>> import torch
-        >>> g, x_hat = torch.ones(1, 3, 2), torch.arange(6.0).view(1, 3, 2)
-        >>> norm_gradients(nn.LayerNorm(2), "weight", g, x_hat)
-        tensor([[6., 9.]])
-    """
-    terms = g if role == "bias" or x_hat is None else g * x_hat
-    return norm_positions(layer, terms).sum(-1)
-
-
-def at_every_position(layer: nn.Module, step: Tensor, like: Tensor) -> Tensor:
-    """A step of a scale or shift, repeated at every position of a normalisation's output.
-
-    Args:
-        layer: The normalisation.
-        step: In the shape of the parameter.
-        like: The output, or a tensor of its shape.
-
-    Returns:
-        In the shape of ``like``.
-
-    Example:
-        >>> import torch
-        >>> at_every_position(nn.BatchNorm1d(2), torch.tensor([1.0, 2.0]), torch.empty(1, 2, 3))
-        tensor([[[1., 1., 1.], [2., 2., 2.]]])
-    """
-    if not isinstance(layer, nn.LayerNorm | nn.RMSNorm):
-        step = step.reshape(-1, *[1] * (like.ndim - 2))
-    return step.expand(like.shape)
-
-
-def layer_response(geometry: nn.Module, a: Tensor, dW: Tensor) -> Tensor:
-    r"""How a layer's output rows answer to a step of its weight, :math:`\delta W a_t`.
-
-    Args:
-        geometry: A linear layer, a convolution (kernel, stride, padding) or a normalisation.
-        a: The layer's input.
-        dW: The step, in the weight's shape.
-
-    Returns:
-        In the shape of the layer's output.
-
-    Example:
-        >>> import torch
-        >>> layer_response(nn.Linear(2, 1), torch.ones(3, 2), torch.tensor([[1.0, 2.0]])).T
-        tensor([[3., 3., 3.]])
-    """
-    if has_rows_last(geometry):
-        return F.linear(a, dW.T if is_transposed(geometry) else dW)
-    if is_norm(geometry):
-        return normalised(geometry, a) * at_every_position(geometry, dW, a)
-    if not isinstance(geometry, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        raise TypeError(
-            f"Expected a linear layer, a convolution or a normalisation, got "
-            f"{type(geometry).__name__}. Remedy: record layers of these types only."
-        )
-    mode = "constant" if geometry.padding_mode == "zeros" else geometry.padding_mode
-    image = F.pad(a, last_first(conv_padding(geometry)), mode=mode)
-    conv = (F.conv1d, F.conv2d, F.conv3d)[dW.ndim - 3]
-    return conv(image, dW, None, geometry.stride, 0, geometry.dilation, geometry.groups)
+    return isinstance(module, KFAC_TYPES) and has_own_forward(module)

@@ -1,8 +1,10 @@
-"""The loss as a function of the network's outputs: its sum, its Hessian, and roots of the Hessian.
+r"""The loss as a function of the network's outputs: its sum, its Hessian, and the trace of that.
 
 Classification is the softmax cross-entropy, with the Hessian ``diag(p) - p p^T`` per datum (also
-for soft labels); regression is half the squared error, with the Hessian ``I``; Bernoulli is the
-binary cross-entropy of each output (:mod:`laplace_debias.network.bernoulli`).
+for soft labels); regression is half the squared error, with the Hessian ``I``. Bernoulli is the
+binary cross-entropy of each output, one logit or many labels, :math:`\log(1 + e^f) - y f` for a
+target y in [0, 1], whose second derivative is :math:`p (1 - p)` with :math:`p = \sigma(f)`,
+whatever y: outputs do not mix. Roots of the Hessian are in :mod:`laplace_debias.network.vectors`.
 """
 
 from __future__ import annotations
@@ -13,31 +15,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from laplace_debias.network.bernoulli import bernoulli_losses, bernoulli_vectors, label_variances
-
 __all__ = [
-    "FISHERS",
-    "Fisher",
     "Likelihood",
-    "SAMPLERS",
-    "Sampler",
-    "backward_vectors",
+    "bernoulli_losses",
+    "binary_labels",
+    "checked_weights",
     "curvature_scores",
+    "label_variances",
     "likelihood_name",
     "loss_sum",
     "mean_loss_hessian",
-    "sampled_hessian_root",
-    "softmax_hessian_root",
 ]
 
 Likelihood = Literal["classification", "regression", "bernoulli"]
 """The likelihoods whose curvature this library knows."""
-Fisher = Literal["exact", "mc", "empirical"]
-"""Which backward vectors make the output factors, see :func:`backward_vectors`."""
-FISHERS: tuple[Fisher, ...] = ("exact", "mc", "empirical")
-Sampler = Literal["trace", "label"]
-"""How a random backward vector is drawn, see :func:`sampled_hessian_root`."""
-SAMPLERS: tuple[Sampler, ...] = ("trace", "label")
 
 
 def likelihood_name(likelihood: Any) -> Likelihood:
@@ -74,94 +65,6 @@ def likelihood_name(likelihood: Any) -> Likelihood:
     return names[name]
 
 
-def softmax_hessian_root(logits: Tensor) -> Tensor:
-    r"""Root of the softmax Hessian with C - 1 columns, ``S S^T = diag(p) - p p^T``.
-
-    With ``s = sqrt(p)`` the Hessian is ``diag(s) (I - s s^T) diag(s)``. The Householder reflection
-    that maps the last unit vector to ``-s`` has in its other C - 1 columns an orthonormal basis of
-    the complement of ``s``::
-
-        S[i, j] = s_i (delta_ij - s_i s_j / (1 + s_C))   for i < C,      S[C, j] = -s_C s_j
-
-    Args:
-        logits: Network outputs ``[n, C]``.
-
-    Returns:
-        Roots ``[n, C, C - 1]``.
-
-    Example:
-        >>> p = torch.tensor([[0.2, 0.3, 0.5]])
-        >>> S = softmax_hessian_root(p.log())
-        >>> torch.allclose(S @ S.mT, torch.diag_embed(p) - p[:, :, None] * p[:, None])
-        True
-    """
-    s = (0.5 * logits.log_softmax(-1)).exp()  # [n, C]
-    head, last = s[:, :-1], s[:, -1:]
-    top = torch.diag_embed(head) - (head.square() / (1 + last))[:, :, None] * head[:, None, :]
-    return torch.cat([top, -(last * head)[:, None, :]], dim=1)
-
-
-def sampled_hessian_root(
-    outputs: Tensor,
-    likelihood: str,
-    generator: torch.Generator | None = None,
-    sampler: Sampler = "trace",
-) -> Tensor:
-    r"""Random vectors whose second moment is the loss Hessian.
-
-    Softmax: ``diag(p) - p p^T = sum_y p_y (e_y - p) (e_y - p)^T``. The textbook (and BackPACK's
-    ``KFAC``) draws a label y by ``p_y`` and takes ``v = e_y - p``: a confident network nearly
-    always draws its own prediction, a vector of nearly no length, and seldom one that carries
-    curvature. A label drawn with probability proportional to ``p_y |e_y - p|^2`` makes all vectors
-    equally long, so that rare labels add no variance::
-
-        label    v = e_y - p                                              y ~ p_y
-        trace    v = (e_y - p) / |e_y - p| * sqrt(1 - sum_c p_c^2)        y ~ p_y |e_y - p|^2
-
-    Both have ``E[v v^T] = diag(p) - p p^T``. Half squared error: independent random signs
-    (``"trace"``), or standard normal numbers, the gradient at a drawn target (``"label"``).
-
-    Args:
-        outputs: Network outputs ``[n, C]``.
-        likelihood: ``"classification"`` or ``"regression"``.
-        generator: Source of randomness; the global one by default.
-        sampler: ``"trace"`` or ``"label"``.
-
-    Returns:
-        Vectors ``[n, C, 1]``.
-
-    Example:
-        >>> v = sampled_hessian_root(torch.tensor([[0.2, 0.3, 0.5]]).log(), "classification")
-        >>> float(v.square().sum())  # 1 - 0.04 - 0.09 - 0.25
-        0.62...
-    """
-    f = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-    if sampler not in SAMPLERS:
-        raise ValueError(
-            f"Expected `sampler` in {SAMPLERS}, got {sampler!r}. Remedy: pass one of them."
-        )
-    if likelihood == "bernoulli":
-        return bernoulli_vectors(f, generator, sampler)[:, :, None]
-    if likelihood == "regression":
-        if sampler == "label":
-            return torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)[
-                ..., None
-            ]
-        signs = torch.randint(2, f.shape, generator=generator, device=f.device)
-        return (2 * signs - 1).to(f)[:, :, None]
-    p = f.double().softmax(-1)
-    if sampler == "label":
-        y = torch.multinomial(p, 1, generator=generator)
-        return (torch.zeros_like(p).scatter_(1, y, 1.0) - p).to(f)[:, :, None]
-    squares = p.square().sum(-1, keepdim=True)
-    terms = p * (1 - 2 * p + squares).clamp(min=0)  # p_y |e_y - p|^2, with the sum 1 - squares
-    # A datum without curvature may draw any label: its vector is zero.
-    y = torch.multinomial(terms + torch.finfo(p.dtype).tiny, 1, generator=generator)
-    v = torch.zeros_like(p).scatter_(1, y, 1.0) - p
-    length = terms.sum(-1, keepdim=True).sqrt()
-    return (F.normalize(v, dim=-1) * length).to(f)[:, :, None]
-
-
 def mean_loss_hessian(outputs: Tensor, likelihood: str, weights: Tensor | None = None) -> Tensor:
     """Mean over data of the loss Hessian: B of a layer whose output is the network's output.
 
@@ -183,7 +86,7 @@ def mean_loss_hessian(outputs: Tensor, likelihood: str, weights: Tensor | None =
         tensor([[ 0.2500, -0.2500], [-0.2500,  0.2500]], dtype=torch.float64)
     """
     f = outputs.double()
-    w = f.new_ones(len(f)) if weights is None else _checked_weights(weights, len(f)).to(f)
+    w = f.new_ones(len(f)) if weights is None else checked_weights(weights, len(f)).to(f)
     if likelihood == "regression":
         return w.mean() * torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
     if likelihood == "bernoulli":
@@ -193,72 +96,23 @@ def mean_loss_hessian(outputs: Tensor, likelihood: str, weights: Tensor | None =
     return torch.diag(weighted.mean(0)) - weighted.T @ p / len(p)
 
 
-def backward_vectors(
-    f: Tensor,
-    y: Tensor | None,
-    likelihood: str,
-    fisher: Fisher = "exact",
-    generator: torch.Generator | None = None,
-    weights: Tensor | None = None,
-    sampler: Sampler = "trace",
-) -> Tensor:
-    r"""Vectors V whose propagation back through the network gives the rows of every output factor.
-
-    With :math:`v_{nk}` the k-th vector of datum n, an output factor is the sum over n and k of
-    :math:`g g^\top`, :math:`g = (\partial f_n / \partial s_n)^\top v_{nk}`. Every flavour of
-    curvature is a choice of V.
+def checked_weights(weights: Tensor, n: int) -> Tensor:
+    """One finite, non-negative weight per datum.
 
     Args:
-        f: Network outputs ``[n, C]``, detached.
-        y: Targets, needed for ``fisher="empirical"`` only.
-        likelihood: ``"classification"`` or ``"regression"``.
-        fisher: ``"exact"``: the columns of a root of the loss Hessian, C - 1 for the softmax and C
-            for regression. ``"mc"``: one random vector with that second moment.
-            ``"empirical"``: the gradient of the loss, at laplace-torch's scale.
-        generator: Source of randomness for ``fisher="mc"``.
-        weights: Non-negative weight ``[n]`` of each datum, whose root multiplies its vectors.
-        sampler: How ``fisher="mc"`` draws, see :func:`sampled_hessian_root`.
+        weights: ``[n]``.
+        n: Number of data.
 
     Returns:
-        V, ``[k, n, C]``, in the type of ``f``.
+        The weights.
 
     Raises:
-        ValueError: If ``fisher`` is unknown, needs targets that are missing, or weights do not fit.
+        ValueError: If they are none.
 
     Example:
-        >>> backward_vectors(torch.zeros(4, 3), None, "classification").shape
-        torch.Size([2, 4, 3])
+        >>> checked_weights(torch.ones(2), 2)
+        tensor([1., 1.])
     """
-    if fisher not in FISHERS:
-        raise ValueError(
-            f"Expected `fisher` in {FISHERS}, got {fisher!r}. Remedy: pass one of them."
-        )
-    wide = f.to(torch.promote_types(f.dtype, torch.float32))
-    if fisher == "mc":
-        root = sampled_hessian_root(wide, likelihood, generator, sampler)
-    elif fisher == "exact":
-        if likelihood == "classification":
-            root = softmax_hessian_root(wide)
-        elif likelihood == "bernoulli":
-            root = torch.diag_embed(label_variances(wide).sqrt())
-        else:
-            root = torch.eye(f.shape[1], dtype=wide.dtype, device=f.device).expand(len(f), -1, -1)
-    elif y is None:
-        raise ValueError("Expected targets for the empirical Fisher, got None. Remedy: pass `y`.")
-    elif likelihood == "classification":
-        target = y.to(wide) if y.is_floating_point() else F.one_hot(y.long(), f.shape[1])
-        root = (wide.softmax(-1) - target)[:, :, None]
-    elif likelihood == "bernoulli":
-        root = (torch.sigmoid(wide) - y.to(wide))[:, :, None]
-    else:
-        root = (2**0.5 * (wide - y))[:, :, None]  # laplace-torch: half of (2 r) (2 r)^T
-    if weights is not None:
-        root = root * _checked_weights(weights, len(f)).to(root).sqrt()[:, None, None]
-    return root.permute(2, 0, 1).to(f.dtype)
-
-
-def _checked_weights(weights: Tensor, n: int) -> Tensor:
-    """One finite, non-negative weight per datum."""
     if weights.shape != (n,):
         raise ValueError(
             f"Expected weights of shape [{n}], got {list(weights.shape)}. Remedy: pass one per "
@@ -328,3 +182,56 @@ def curvature_scores(outputs: Tensor, likelihood: str = "classification") -> Ten
         )
     log_p = outputs.double().log_softmax(-1)
     return -(log_p.exp() * log_p.expm1()).sum(-1)  # sum_c p_c (1 - p_c) without cancellation
+
+
+def label_variances(logits: Tensor) -> Tensor:
+    """Variances ``p (1 - p)`` of the labels, without cancellation where the network is sure.
+
+    Args:
+        logits: Network outputs ``[..., C]``.
+
+    Returns:
+        In the shape of the logits.
+
+    Example:
+        >>> label_variances(torch.zeros(2))
+        tensor([0.2500, 0.2500])
+    """
+    return torch.sigmoid(logits) * torch.sigmoid(-logits)
+
+
+def bernoulli_losses(logits: Tensor, y: Tensor) -> Tensor:
+    """Binary cross-entropy of each datum, summed over its outputs.
+
+    Args:
+        logits: Network outputs ``[n, ..., C]``.
+        y: Targets in [0, 1], in the same shape.
+
+    Returns:
+        ``[n]``.
+
+    Example:
+        >>> bernoulli_losses(torch.zeros(1, 2), torch.ones(1, 2))
+        tensor([1.3863])
+    """
+    losses = F.binary_cross_entropy_with_logits(logits, y.to(logits), reduction="none")
+    return losses.flatten(1).sum(1)
+
+
+def binary_labels(y: Tensor) -> Tensor:
+    """Targets as labels of two classes, as metrics of classes want them.
+
+    Args:
+        y: Targets in [0, 1].
+
+    Returns:
+        Class indices in the same shape if all are 0 or 1; else probabilities of no and yes, with a
+        last dimension of two.
+
+    Example:
+        >>> binary_labels(torch.tensor([[0.0, 1.0]])), binary_labels(torch.tensor([0.25]))
+        (tensor([[0, 1]]), tensor([[0.7500, 0.2500]]))
+    """
+    if bool(((y == 0) | (y == 1)).all()):
+        return y.long()
+    return torch.stack([1 - y, y], dim=-1)

@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import is_parametrized
 
 from laplace_debias.network.layers import (
     KFAC_TYPES,
@@ -15,6 +15,7 @@ from laplace_debias.network.layers import (
     SUPPORTED_TYPES,
     KFACLayer,
     Norm,
+    has_own_forward,
     is_kfac_layer,
     is_norm,
     is_transposed,
@@ -25,17 +26,22 @@ from laplace_debias.network.parametrized import (
     effective_step,
     originals,
 )
-from laplace_debias.network.products import has_own_forward
 
 __all__ = [
     "OwnedParameter",
+    "RowsKey",
     "is_ordinary",
     "is_supported_layer",
     "kfac_layers",
     "owned_parameters",
     "owners",
+    "rows_key",
     "transposed_parameters",
 ]
+
+
+RowsKey = tuple[object, ...]
+"""What the rows of a parameter are found by."""
 
 
 class OwnedParameter(NamedTuple):
@@ -132,7 +138,8 @@ def owned_parameters(
             "Expected a model with at least one parameter that requires a gradient, got none. "
             "Remedy: unfreeze the layers of interest with `requires_grad_(True)`."
         )
-    holders, behind = owners(model, (p for _, p in chosen)), originals(model)
+    holders = owners(model, (p for _, p in chosen))
+    behind = originals(model) if any(map(is_parametrized, model.modules())) else {}
     owned, unsupported = [], []
     for name, p in chosen:
         layer, role = behind.get(id(p), (None, ""))
@@ -233,7 +240,7 @@ def _own_parameters(
 ) -> Iterator[nn.Parameter]:
     """The parameters of a layer itself, with those behind its parametrised weights."""
     yield from module.parameters(recurse=False)
-    if nn.LayerNorm in types and parametrize.is_parametrized(module):
+    if nn.LayerNorm in types and is_parametrized(module):
         yield from module.parametrizations.parameters()  # type: ignore[union-attr]
 
 
@@ -256,3 +263,20 @@ def is_supported_layer(module: nn.Module, types: tuple[type[nn.Module], ...]) ->
     if is_transposed(module):
         return nn.LayerNorm in types  # this package's own engine
     return isinstance(module, types) and not isinstance(module, NonDynamicallyQuantizableLinear)
+
+
+def rows_key(parameter: OwnedParameter) -> RowsKey:
+    """Its layers, as a weight and a bias share their rows; scales and shifts have their own.
+
+    Args:
+        parameter: The parameter.
+
+    Returns:
+        The layers, for a scale or shift with its role.
+
+    Example:
+        >>> norm = nn.LayerNorm(2)
+        >>> rows_key(OwnedParameter("1.bias", "bias", (norm,))) == (norm, "bias")
+        True
+    """
+    return (*parameter.layers, parameter.role) if parameter.scales else parameter.layers

@@ -9,53 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Products", "conv_geometry", "has_own_forward", "has_products"]
+__all__ = ["Products", "conv_geometry"]
 
-LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CONV_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _PRODUCTS = {F.linear: _CONV_ARGUMENTS[:3]} | dict.fromkeys(
     (F.conv1d, F.conv2d, F.conv3d), _CONV_ARGUMENTS
 )
-
-
-def has_own_forward(module: nn.Module, types: tuple[type[nn.Module], ...] = LAYERS) -> bool:
-    """Whether a module may compute something else than its torch class does.
-
-    Args:
-        module: Any module.
-        types: The classes of torch that are looked for.
-
-    Returns:
-        True for subclasses and instances with a ``forward`` of their own.
-
-    Example:
-        >>> has_own_forward(nn.Linear(2, 1)), has_own_forward(nn.Sequential())
-        (False, True)
-    """
-    cls = type(module)
-    base = next((t for t in types if isinstance(module, t)), None)
-    names = ("forward", "_conv_forward")
-    return (
-        base is None
-        or "forward" in vars(module)
-        or any(getattr(cls, name, None) is not getattr(base, name, None) for name in names)
-    )
-
-
-def has_products(module: nn.Module) -> bool:
-    """Whether a linear layer or convolution has to be looked into.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        True for those with a ``forward`` of their own.
-
-    Example:
-        >>> has_products(nn.Linear(2, 1)), has_products(nn.Sequential())
-        (False, False)
-    """
-    return isinstance(module, LAYERS) and has_own_forward(module)
 
 
 def conv_geometry(

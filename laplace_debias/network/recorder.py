@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from laplace_debias.network.layers import has_rows_last
-from laplace_debias.network.products import Products, has_products
+from laplace_debias.network.layers import has_products, has_rows_last
+from laplace_debias.network.products import Products
 
 __all__ = ["LayerCall", "Recorder", "check_outputs", "count_uses"]
 
@@ -215,7 +215,7 @@ def check_outputs(f: Any) -> Tensor:
         f: What the network returned.
 
     Returns:
-        The same, ``[n, C]``, or with positions (:mod:`laplace_debias.network.positions`).
+        The same, ``[n, C]``, or with positions (:mod:`laplace_debias.network.calling`).
 
     Raises:
         ValueError: If it is not a tensor of that shape.

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs, Keys, rows_of, size_of, take, tensors_of
 from laplace_debias.network.calling import call_model
 from laplace_debias.network.check import N_CHECKED, RowCheck, agree, check_rows, likely_cause
+from laplace_debias.network.layers import has_own_forward
 from laplace_debias.network.ownership import OwnedParameter, owned_parameters
 from laplace_debias.network.preserve import devices_of, differentiable
-from laplace_debias.network.products import has_own_forward
 from laplace_debias.network.recorder import check_outputs
 from laplace_debias.network.remembered import question_of, recall, remember
 

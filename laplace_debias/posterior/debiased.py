@@ -7,8 +7,7 @@ laplace-torch.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,18 +21,17 @@ from laplace.utils import Kron
 from laplace.utils.enums import Likelihood, TuningMethod
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs
-from laplace_debias.data.reading import on_device, read
+from laplace_debias.data.inputs import Inputs, on_device
+from laplace_debias.data.processes import processes
+from laplace_debias.data.reading import read
 from laplace_debias.data.roles import TrainingData, training_size
 from laplace_debias.data.targets import IGNORED
 from laplace_debias.debias.auto import fit_auto
 from laplace_debias.debias.bias import CurvatureBias, curvature_bias
-from laplace_debias.debias.certificate import FitReport, report_of
 from laplace_debias.debias.crossfit import fit_crossfit
 from laplace_debias.debias.expected_bias import ExpectedBias, expected_bias_of
 from laplace_debias.debias.options import (
     AUTO,
-    CROSSFIT,
     SINGLE,
     TWO_BATCH,
     AutoOptions,
@@ -42,23 +40,25 @@ from laplace_debias.debias.options import (
     method_options,
 )
 from laplace_debias.debias.spectrum import FitResult, rebuild
-from laplace_debias.debias.two_batch import FactorEngine, fit_single, fit_two_batch
+from laplace_debias.debias.two_batch import fit_single, fit_two_batch
 from laplace_debias.evaluation.grid_search import Loss, gridsearch_prior_precision
-from laplace_debias.kfac.backend import HookEF, HookGGN, HookInterface
-from laplace_debias.kfac.counts import FitCost
+from laplace_debias.evaluation.tuning import check_logit_temperature, tune
+from laplace_debias.evaluation.tuning_result import TuningResult
+from laplace_debias.kfac.backend import HookEF, HookGGN, HookInterface, choose_backend
+from laplace_debias.kfac.counts import FitCost, FitReport, report_of
 from laplace_debias.kfac.engine import Engine
-from laplace_debias.kfac.grams import KFAC_APPROXES, KFACApprox
-from laplace_debias.kfac.thin_kron import bases_of
-from laplace_debias.kfac.upstream import BackendEngine, choose_backend, supported_types
-from laplace_debias.network.calling import OutputPicker
+from laplace_debias.kfac.few_rows import KFACApprox
+from laplace_debias.kfac.interface import FactorEngine
+from laplace_debias.kfac.thin import bases_of
+from laplace_debias.kfac.upstream import BackendEngine, supported_types
+from laplace_debias.network.calling import OutputPicker, as_outputs
 from laplace_debias.network.features import computing_model, detached_features, first_output
-from laplace_debias.network.freezing import check_supported
+from laplace_debias.network.freezing import check_supported, unwrapped
 from laplace_debias.network.last_layer import verify_last_layer
 from laplace_debias.network.layers import SUPPORTED_TYPES
-from laplace_debias.network.loss import FISHERS, SAMPLERS, Fisher, Sampler, likelihood_name
+from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.objective import Objective, objective_of
 from laplace_debias.network.ownership import transposed_parameters
-from laplace_debias.network.positions import as_outputs
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.remembered import forget
 from laplace_debias.network.runnable import check_no_autocast, check_runnable
@@ -76,21 +76,28 @@ from laplace_debias.network.upstream import (
     row_keys,
     unchecked_prior,
 )
+from laplace_debias.network.vectors import Fisher, Sampler
 from laplace_debias.network.verify import verify_layers
-from laplace_debias.network.wrappers import unwrapped
+from laplace_debias.posterior.options import (
+    check_backend,
+    check_objective,
+    check_prior_precision,
+    check_scales,
+    chosen_fisher,
+    noise_ratios,
+    warn_of_damping,
+)
 from laplace_debias.posterior.resuming import check_resumable, fit_checkpoint
 from laplace_debias.posterior.several import agreed_seed, check_same_model, cost_of_all
 from laplace_debias.posterior.state import check_parameters, load_state, save_state
-from laplace_debias.posterior.tuned import Tuned
-from laplace_debias.predictive.eigenblocks import check_prior_precision
 from laplace_debias.predictive.links import (
     check_n_samples,
     mean_label_log_probabilities,
     mean_log_probabilities,
 )
 from laplace_debias.predictive.network_samples import network_samples
-from laplace_debias.predictive.predictions import Prediction, glm_predictions
-from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
+from laplace_debias.predictive.predictions import DEFAULT_MEMORY_BUDGET, Prediction, glm_predictions
+from laplace_debias.predictive.predictor import StructuredPredictor
 
 __all__ = ["DebiasedPosterior"]
 
@@ -103,7 +110,7 @@ else:
     _Base = object
 
 
-class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
+class DebiasedPosterior(PrivateProtocol, _Base):
     """What both debiased classes share; comes before laplace-torch's class in the bases.
 
     Attributes:
@@ -146,6 +153,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
     predictive_method: str = "auto"
     memory_budget: int = DEFAULT_MEMORY_BUDGET
     _fitted: FitResult | None = None
+    _logit_temperature: float = 1.0
     _kept: tuple[Any, StructuredPredictor] | None = None
 
     def __init__(
@@ -176,63 +184,37 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
         self.data_keys = None if data_keys is None else tuple(data_keys)
         self.kfac_approx, self.sampler, self.generator = kfac_approx, sampler, generator
         self.options = method_options(self.debias, kwargs, generator)
-        if self.options is not None and backend is not None:
-            if not issubclass(backend, HookInterface):
-                raise ValueError(
-                    f"Expected the backend HookGGN or HookEF with debias={self.debias!r}, which "
-                    f"weights each datum, got {backend.__name__}. Remedy: leave `backend` out."
-                )
-        labels = likelihood_name(likelihood) == "bernoulli"
-        if labels and backend is not None and not issubclass(backend, HookInterface):
-            raise ValueError(
-                "Expected the backend HookGGN or HookEF with likelihood='bernoulli', which no "
-                f"other knows, got {backend.__name__}. Remedy: leave `backend` out."
+        kind = likelihood_name(likelihood)
+        ratios, kwargs["sigma_noise"] = noise_ratios(kwargs.get("sigma_noise", 1.0))
+        self.objective = objective_of(kind, class_weights, label_smoothing, ratios, ignore_index)
+        check_objective(self.objective, self.debias)
+        foreign = None if issubclass(backend or HookGGN, HookInterface) else backend
+        if foreign is not None:
+            check_backend(
+                foreign.__name__,
+                debias=self.debias,
+                draws=self.options is not None,
+                labels=kind == "bernoulli",
+                plain=self.objective == Objective(),
             )
-        noise = kwargs.get("sigma_noise", 1.0)
-        if isinstance(noise, str):
-            raise ValueError(
-                f"Expected `sigma_noise` to be a number, or one for each output, got {noise!r}. "
-                "Remedy: pass e.g. 1.0."
-            )
-        per_output = isinstance(noise, Tensor | Sequence) and torch.as_tensor(noise).numel() > 1
-        if per_output:  # the ratios are fixed, a common factor stays tunable
-            noise, kwargs["sigma_noise"] = torch.as_tensor(noise).detach(), 1.0
-        self.objective = objective_of(
-            likelihood_name(likelihood),
-            class_weights,
-            label_smoothing,
-            noise if per_output else None,
-            ignore_index,
-        )
-        if self.objective != Objective() and not issubclass(backend or HookGGN, HookInterface):
-            raise ValueError(
-                "Expected the backend HookGGN or HookEF with class weights, label smoothing or one "
-                "noise per output, got another. Remedy: leave `backend` out."
-            )
-        if self.objective.class_weights is not None and self.debias == CROSSFIT:
-            raise ValueError(
-                "Expected no `class_weights` with debias='crossfit', whose passes over a pool "
-                "know no labels, got some. Remedy: debias=True or 'single'."
-            )
-        if kwargs.get("damping"):
-            warnings.warn(
-                "`damping=True` has no effect: laplace-torch drops it when it adds the prior.",
-                stacklevel=3,
-            )
+        warn_of_damping(kwargs.get("damping"), stacklevel=3)
         # laplace-torch writes into this dictionary
         kwargs["backend_kwargs"] = dict(kwargs.get("backend_kwargs") or {})
-        self.fisher = self._chosen_fisher(backend, fisher, kwargs["backend_kwargs"])
+        self.fisher = chosen_fisher(
+            fisher,
+            "empirical" if issubclass(backend or HookGGN, HookEF) else "exact",
+            debias=self.debias,
+            kfac_approx=kfac_approx,
+            sampler=sampler,
+            backend_kwargs=kwargs["backend_kwargs"],
+            foreign=None if foreign is None else foreign.__name__,
+        )
         self._exact_up_to = MOST_EXACT_OUTPUTS if fisher is None else math.inf
-        if self.debias == AUTO and self.fisher != "exact":
-            raise ValueError(
-                "Expected the exact curvature with debias='auto', whose draws are of its own, got "
-                f"fisher={self.fisher!r}. Remedy: leave `fisher` and `backend` out."
-            )
         # convolutions in the features are no concern of a last layer's factors
         all_layers = not issubclass(type(self), LLLaplace)
         types = SUPPORTED_TYPES
-        if backend is not None and not issubclass(backend, HookInterface):
-            backend = choose_backend(backend, model if all_layers else nn.Identity())
+        if foreign is not None:
+            backend = choose_backend(foreign, model if all_layers else nn.Identity())
             types = supported_types(backend)
         if parameters is not None and not all_layers:
             raise ValueError(
@@ -246,48 +228,11 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
             if all_layers:
                 check_supported(model, types)
             # laplace-torch knows no Bernoulli likelihood; nothing of its own depends on the links
-            known = "classification" if labels else likelihood
+            known = "classification" if kind == "bernoulli" else likelihood
             super().__init__(model, known, *args, **kwargs)
         self.likelihood = likelihood
         check_prior_precision(unchecked_prior(self)[0])  # unchecked while the last layer is unknown
-        for name in ("sigma_noise", "temperature"):
-            value = float(getattr(self, name))
-            if not 0 < value < float("inf"):
-                raise ValueError(
-                    f"Expected a positive, finite `{name}`, got {value}. Remedy: pass e.g. 1.0."
-                )
-
-    def _chosen_fisher(
-        self,
-        backend: type[CurvatureInterface] | None,
-        fisher: Fisher | None,
-        backend_kwargs: dict[str, Any],
-    ) -> Fisher:
-        """Check the options of the curvature; the backend decides where nothing was said."""
-        if backend is not None and not issubclass(backend, HookInterface):
-            if self.kfac_approx != "expand" or fisher is not None or self.sampler != "trace":
-                raise ValueError(
-                    "Expected `kfac_approx`, `fisher` and `sampler` with the backends HookGGN and "
-                    f"HookEF only, got them with {backend.__name__}. Remedy: leave `backend` out."
-                )
-            return "exact"
-        if "stochastic" in backend_kwargs:
-            raise ValueError(
-                "Expected the sampled curvature as an option of its own, got "
-                "backend_kwargs={'stochastic': ...}. Remedy: fisher='mc'."
-            )
-        default: Fisher = "empirical" if backend and issubclass(backend, HookEF) else "exact"
-        for name, value, known in (
-            ("kfac_approx", self.kfac_approx, KFAC_APPROXES),
-            ("fisher", fisher or default, FISHERS),
-            ("sampler", self.sampler, SAMPLERS),
-        ):
-            if value not in known:
-                raise ValueError(
-                    f"Expected `{name}` to be one of {known}, got {value!r}. Remedy: pass one of "
-                    "them."
-                )
-        return fisher or default
+        check_scales(self.sigma_noise, self.temperature)
 
     def fit(
         self,
@@ -356,7 +301,9 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
             check_resumable(self.debias, override=override)
         N = training_size(train_loader, curvature_loader, n_data)
         train_loader = self._prepare(train_loader, override)
-        check_same_model(self.model)
+        several = processes() is not None
+        if several:
+            check_same_model(self.model)
         past, kept = None if override else self._fitted, None
         with torch.inference_mode(False), self._engine() as (engine, cast, check):
             data = TrainingData(
@@ -370,7 +317,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
                 check if self.verify else None,
                 self.dict_key_w,
             )
-            if isinstance(engine, Engine):
+            if several and isinstance(engine, Engine):
                 engine.draw_seed = agreed_seed(self.generator)
             if isinstance(self.options, AutoOptions) and isinstance(engine, Engine):
                 ridges = self._ridges(len(engine.names))
@@ -387,7 +334,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
                 )
                 fitted = method(engine, data, past=past, progress_bar=progress_bar, checkpoint=kept)
         self.take_over(fitted)
-        self.fit_cost = cost_of_all(engine.cost)
+        self.fit_cost = cost_of_all(engine.cost) if several else engine.cost
         self.fit_report = fitted.report or report_of(self.debias, self.fit_cost, N)
         if kept is not None:
             kept.finish()
@@ -905,6 +852,7 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
                 result = gridsearch_prior_precision(
                     self,
                     val_loader,
+                    predictor_of=StructuredPredictor,
                     pred_type=pred_type,
                     loss=loss,
                     log_prior_prec_min=log_prior_prec_min,
@@ -933,6 +881,47 @@ class DebiasedPosterior(Tuned, PrivateProtocol, _Base):
         except BaseException:
             self.prior_precision = before
             raise
+
+    @property
+    def logit_temperature(self) -> float:
+        """T, by which logits are divided: their means by T, their (co)variances by its square.
+
+        It is 1 unless set or tuned, and unlike laplace-torch's ``temperature`` (which multiplies
+        the posterior covariance) leaves the posterior over weights alone. Outputs as such
+        (``functional_samples``, ``output_moments``), rewards and regressions are not divided.
+        """
+        return self._logit_temperature
+
+    @logit_temperature.setter
+    def logit_temperature(self, value: float) -> None:
+        check_logit_temperature(value)
+        self._logit_temperature = float(value)
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """Class probabilities of given logits, ``softmax(f / T)``.
+
+        Args:
+            outputs: Logits ``[..., C]``.
+        """
+        return torch.softmax(outputs / self.logit_temperature, dim=-1)
+
+    def tune(
+        self, val_loader: Iterable[Any], objective: str = "nll", **options: Any
+    ) -> TuningResult:
+        """Choose prior precision and ``logit_temperature`` on validation data, and take them.
+
+        Args:
+            val_loader: Validation data; training data would choose far too large a precision.
+            objective: What to minimise, or maximise: ``"nll"``, or another metric's name.
+            **options: Of :func:`laplace_debias.evaluation.tuning.tune`.
+
+        Returns:
+            What was tried.
+        """
+        result = tune(self, val_loader, objective, predictor_of=StructuredPredictor, **options)
+        self.prior_precision = result.prior_precision
+        self.logit_temperature = result.logit_temperature
+        return result
 
     @property
     def H_facs(self) -> Kron | None:

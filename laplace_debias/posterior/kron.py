@@ -13,9 +13,10 @@ from laplace.lllaplace import KronLLLaplace
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import take
+from laplace_debias.data.loaders import as_batches
 from laplace_debias.data.map_style import is_map_style
 from laplace_debias.data.processes import together
-from laplace_debias.data.reading import as_batches, unpack
+from laplace_debias.data.reading import unpack
 from laplace_debias.debias.options import debias_mode
 from laplace_debias.network.features import LastLayerNetwork
 from laplace_debias.network.preserve import evaluation_mode

@@ -8,9 +8,8 @@ from typing import Any
 from laplace_debias.data.processes import processes
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.checkpoint import Checkpoint, generators_of
-from laplace_debias.debias.freeing import FactorEngine
 from laplace_debias.debias.options import SINGLE, TWO_BATCH
-from laplace_debias.kfac.engine import Engine
+from laplace_debias.kfac.interface import EngineInterface, FactorEngine
 from laplace_debias.storage.fingerprints import model_hash, plain_options
 
 __all__ = ["check_resumable", "fit_checkpoint"]
@@ -59,7 +58,7 @@ def fit_checkpoint(
         ValueError: If the file belongs to another fit, or this one draws from a generator that is
             not kept.
     """
-    if la.debias == TWO_BATCH and not isinstance(engine, Engine):
+    if la.debias == TWO_BATCH and not isinstance(engine, EngineInterface):
         raise ValueError(
             f"Expected the backend HookGGN or HookEF for a two-batch fit with a checkpoint, got "
             f"{type(engine).__name__}. Remedy: leave `backend` or `checkpoint` out."

@@ -19,11 +19,13 @@ from torch.func import functional_call, grad, vmap
 
 from laplace_debias.data.inputs import Inputs, map_tensors, size_of, take
 from laplace_debias.data.reading import read
-from laplace_debias.network.loss import Likelihood, backward_vectors
+from laplace_debias.network.loss import Likelihood
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.upstream import decomposed, hessian_factor
+from laplace_debias.network.vectors import backward_vectors
 from laplace_debias.predictive.eigenblocks import PriorPrecisions
-from laplace_debias.predictive.predictor import DEFAULT_MEMORY_BUDGET, StructuredPredictor
+from laplace_debias.predictive.predictions import DEFAULT_MEMORY_BUDGET
+from laplace_debias.predictive.predictor import StructuredPredictor
 
 __all__ = ["DiagonalPredictor", "diagonal_ggn"]
 
@@ -95,7 +97,7 @@ class DiagonalPredictor(StructuredPredictor):
 
     Args:
         la: A Kron approximation without curvature, in the basis of the axes: see
-            :func:`laplace_debias.comparison.baselines.prior_only`.
+            :func:`laplace_debias.comparison.fitting.prior_only`.
         diagonal: The curvature of every parameter, of its shape.
         prior_precisions: See :class:`StructuredPredictor`.
         memory_budget: See :class:`StructuredPredictor`.

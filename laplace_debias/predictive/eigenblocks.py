@@ -23,12 +23,18 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from laplace.baselaplace import KronLaplace
+from laplace.baselaplace import BaseLaplace, KronLaplace
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 
-from laplace_debias.kfac.thin import frame_values
-from laplace_debias.kfac.thin_kron import bases_of
-from laplace_debias.network.upstream import decomposed, hessian_factor, posterior_params
+from laplace_debias.kfac.thin import bases_of, frame_values
+from laplace_debias.network.upstream import (
+    decomposed,
+    hessian_factor,
+    is_last_layer,
+    last_layer_of,
+    posterior_params,
+)
 
 PriorPrecisions = float | Tensor | Sequence[float | Tensor]
 
@@ -231,26 +237,33 @@ def eigen_blocks(la: KronLaplace, deltas: Tensor, memory_budget: int) -> list[Ei
     return blocks
 
 
-def check_prior_precision(value: float | Tensor) -> None:
-    """Raise unless a prior precision is positive and finite.
+def default_grid(n_data: int) -> Tensor:
+    r"""Return the paper's grid: N times 13 log-spaced beta from 1e-4 to 1, and 10.
 
     Args:
-        value: One number or several.
-
-    Raises:
-        ValueError: If one is not.
+        n_data: The number N of training data; ``prior_precision = N * beta``.
 
     Example:
-        >>> check_prior_precision(1.0)
+        >>> grid = default_grid(100)
+        >>> len(grid), round(grid[0].item(), 6), round(grid[-1].item(), 6)
+        (14, 0.01, 1000.0)
     """
-    try:
-        given = torch.as_tensor(value).detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"Expected a prior precision as a number or a tensor, got {value!r}. Remedy: pass e.g. "
-            "1.0."
-        ) from error
-    if not bool((torch.isfinite(given) & (given > 0)).all()):
-        raise ValueError(
-            f"Expected a positive, finite prior precision, got {value}. Remedy: pass e.g. 1.0."
-        )
+    beta = torch.cat([torch.logspace(-4, 0, 13, dtype=torch.float64), torch.tensor([10.0])])
+    return n_data * beta
+
+
+def has_closed_form(la: BaseLaplace) -> bool:
+    """Whether the Jacobians of a posterior are known from its features: of a last layer they are.
+
+    Args:
+        la: A Laplace approximation, ours or laplace-torch's.
+
+    Returns:
+        False for all layers, and for a last layer whose weight a parametrisation computes.
+
+    Example:
+        >>> from laplace import Laplace
+        >>> has_closed_form(Laplace(torch.nn.Linear(2, 1), "regression", "all", "kron"))
+        False
+    """
+    return is_last_layer(la) and not is_parametrized(last_layer_of(la.model))

@@ -5,33 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from laplace.baselaplace import BaseLaplace
 from torch import Tensor
-from torch.nn.utils.parametrize import is_parametrized
 
 from laplace_debias.kfac.thin import coordinates, is_thin
-from laplace_debias.network.upstream import is_last_layer, last_layer_of
 from laplace_debias.predictive import contractions as maths
 from laplace_debias.predictive.eigenblocks import EigenBlock
 
-__all__ = ["has_closed_form", "last_layer_moments"]
-
-
-def has_closed_form(la: BaseLaplace) -> bool:
-    """Whether the Jacobians of a posterior are known from its features: of a last layer they are.
-
-    Args:
-        la: A Laplace approximation, ours or laplace-torch's.
-
-    Returns:
-        False for all layers, and for a last layer whose weight a parametrisation computes.
-
-    Example:
-        >>> from laplace import Laplace
-        >>> has_closed_form(Laplace(torch.nn.Linear(2, 1), "regression", "all", "kron"))
-        False
-    """
-    return is_last_layer(la) and not is_parametrized(last_layer_of(la.model))
+__all__ = ["last_layer_moments"]
 
 
 def last_layer_moments(

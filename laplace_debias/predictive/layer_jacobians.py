@@ -23,17 +23,17 @@ from laplace_debias.network.verify import verify_data
 from laplace_debias.predictive import contractions as maths
 from laplace_debias.predictive.eigenblocks import EigenBlock
 from laplace_debias.predictive.last_layer import last_layer_moments
-from laplace_debias.predictive.output_gradients import OutputGradients, all_classes
-from laplace_debias.predictive.output_groups import grouped_moments
+from laplace_debias.predictive.output_gradients import OutputGradients, all_classes, grouped_moments
 from laplace_debias.predictive.probing import (
     Capture,
+    Source,
     call_inputs,
     call_normalised,
     data_dims,
     per_datum_jacobians,
     run,
 )
-from laplace_debias.predictive.row_check import Source, misplaced_rows
+from laplace_debias.predictive.row_check import misplaced_rows
 
 
 class LayerJacobians:

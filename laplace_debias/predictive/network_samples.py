@@ -15,9 +15,8 @@ from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
-from laplace_debias.network.calling import call_model
+from laplace_debias.network.calling import call_model, classes_last
 from laplace_debias.network.features import outputs_and_features
-from laplace_debias.network.positions import classes_last
 from laplace_debias.network.substitution import substituted
 from laplace_debias.network.upstream import last_layer_of
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
+from laplace.baselaplace import KronLaplace
 from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs
@@ -17,6 +18,8 @@ from laplace_debias.predictive.links import (
     needs_diagonal_only,
     position_log_probabilities,
 )
+
+DEFAULT_MEMORY_BUDGET = 512 * 2**20
 
 METHODS = ("exact", "top", "samples", "auto")
 Prediction = tuple[Tensor, ...]
@@ -63,6 +66,30 @@ class Predictor(Protocol):
 
     def chosen_method(self, x: Inputs, n_samples: int, diagonal_output: bool) -> str:
         """Which way ``method="auto"`` takes."""
+        ...
+
+
+class GridPredictor(Predictor, Protocol):
+    """The linearised predictive of many prior precisions, also block by block.
+
+    Attributes:
+        deltas: Prior precisions ``[k, n_blocks]``.
+    """
+
+    deltas: Tensor
+
+    def apart(self, x: Inputs, diagonal_output: bool = False) -> tuple[Tensor, Tensor]:
+        """Outputs, and what each block adds to their (co)variances."""
+        ...
+
+
+class PredictorOf(Protocol):
+    """What makes predictors of a posterior: ``StructuredPredictor``."""
+
+    def __call__(
+        self, la: KronLaplace, prior_precisions: Any, *, keep_graph: bool | None
+    ) -> GridPredictor:
+        """The predictor of a posterior at some prior precisions."""
         ...
 
 

@@ -18,8 +18,7 @@ import torch
 from laplace.baselaplace import KronLaplace
 from torch import Tensor
 
-from laplace_debias.data.inputs import INPUT_TYPES, Inputs, size_of, take
-from laplace_debias.data.reading import on_device
+from laplace_debias.data.inputs import INPUT_TYPES, Inputs, on_device, size_of, take
 from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.last_layer import verify_last_layer
 from laplace_debias.network.loss import likelihood_name
@@ -36,16 +35,16 @@ from laplace_debias.predictive.eigenblocks import (
     PriorPrecisions,
     check_fitted,
     eigen_blocks,
+    has_closed_form,
     prior_grid,
 )
-from laplace_debias.predictive.last_layer import has_closed_form, last_layer_moments
+from laplace_debias.predictive.last_layer import last_layer_moments
 from laplace_debias.predictive.layer_jacobians import LayerJacobians
 from laplace_debias.predictive.output_gradients import top_classes
-from laplace_debias.predictive.predictions import check_method
+from laplace_debias.predictive.predictions import DEFAULT_MEMORY_BUDGET, check_method
 from laplace_debias.predictive.prior_nodes import N_NODES, prior_nodes
 from laplace_debias.predictive.weight_samples import WeightSampler
 
-DEFAULT_MEMORY_BUDGET = 512 * 2**20
 N_TOP = 20
 """Most classes whose variances :meth:`StructuredPredictor.top` makes exact."""
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
-from laplace_debias.network.calling import call_model
-from laplace_debias.network.layers import Norm, is_norm, norm_positions, normalised
-from laplace_debias.network.positions import classes_last, flat_outputs
+from laplace_debias.network.calling import call_model, classes_last, flat_outputs
+from laplace_debias.network.layers import Norm, is_norm
 from laplace_debias.network.recorder import LayerCall, Recorder, check_outputs, count_uses
 from laplace_debias.network.remembered import question_of, recall, remember
+from laplace_debias.network.responses import norm_positions, normalised
 from laplace_debias.network.unfold import patches
 
 __all__ = [
@@ -31,6 +31,9 @@ __all__ = [
     "per_datum_jacobians",
     "run",
 ]
+
+
+Source = tuple[LayerCall, "int | None"]
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
-from laplace_debias.network.calling import call_model
+from laplace_debias.network.calling import call_model, flat_outputs
 from laplace_debias.network.check import agree, derivatives, random_steps
 from laplace_debias.network.layers import is_norm, is_transposed
-from laplace_debias.network.positions import flat_outputs
-from laplace_debias.network.recorder import LayerCall
 from laplace_debias.network.remembered import question_of, recall, remember
 from laplace_debias.network.unfold import patch_order
 from laplace_debias.predictive.probing import (
     Capture,
+    Source,
     call_gradients,
     call_inputs,
     call_normalised,
@@ -27,7 +26,6 @@ __all__ = ["misplaced_rows", "row_responses"]
 
 N_DATA = 2
 """Number of data that are enough to tell whose rows they are."""
-Source = tuple[LayerCall, "int | None"]
 
 
 def row_responses(

@@ -23,15 +23,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace_debias.data.inputs import Inputs, size_of, take
 from laplace_debias.kfac.thin import from_coordinates
-from laplace_debias.network.calling import call_model
+from laplace_debias.network.calling import call_model, classes_last
 from laplace_debias.network.features import outputs_and_features
-from laplace_debias.network.positions import classes_last
 from laplace_debias.network.preserve import Change, held
 from laplace_debias.network.recorder import Recorder
 from laplace_debias.network.substitution import substituted
 from laplace_debias.network.upstream import feature_extractor, row_keys
-from laplace_debias.predictive.eigenblocks import EigenBlock
-from laplace_debias.predictive.last_layer import has_closed_form
+from laplace_debias.predictive.eigenblocks import EigenBlock, has_closed_form
 from laplace_debias.predictive.links import check_n_samples
 
 _forward_mode_lock = threading.Lock()

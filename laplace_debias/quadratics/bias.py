@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from laplace_debias.data.chunks import Chunk
-from laplace_debias.data.progress import bar
+from laplace_debias.data.loaders import bar
 from laplace_debias.quadratics.chosen import kept_directions
 from laplace_debias.quadratics.quadratic import Quadratic
 from laplace_debias.storage.cells import CellStore

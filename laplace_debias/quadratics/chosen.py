@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.chunks import Chunk
-from laplace_debias.data.progress import bar
+from laplace_debias.data.loaders import bar
 from laplace_debias.quadratics.cg import cg
 from laplace_debias.quadratics.directions import SymmetricOperator, top_eigenvectors
 from laplace_debias.quadratics.quadratic import Quadratic

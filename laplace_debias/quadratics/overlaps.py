@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.chunks import Chunk
-from laplace_debias.data.progress import bar
+from laplace_debias.data.loaders import bar
 from laplace_debias.quadratics.chosen import kept_directions
 from laplace_debias.storage.cells import CellStore
 from laplace_debias.storage.export import tidy

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.chunks import Chunk, gather, partition
-from laplace_debias.data.progress import bar
+from laplace_debias.data.loaders import bar
 from laplace_debias.debias.expected_bias import ExpectedBias
 from laplace_debias.quadratics.directions import top_eigenvectors
 from laplace_debias.quadratics.expected import expected_by_size

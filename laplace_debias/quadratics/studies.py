@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.chunks import Chunk, gather, partition
-from laplace_debias.data.progress import bar
+from laplace_debias.data.loaders import bar
 from laplace_debias.quadratics.directions import top_eigenvectors
 from laplace_debias.quadratics.quadratic import Quadratic
 from laplace_debias.storage.cells import CellStore

@@ -29,15 +29,17 @@ from laplace_debias.comparison.rows import (
     TEMPERATURE,
     TWO_BATCH,
 )
-from laplace_debias.data.reading import as_batches, unpack
+from laplace_debias.data.loaders import as_batches
+from laplace_debias.data.reading import unpack
 from laplace_debias.debias.bias import CurvatureBias
 from laplace_debias.debias.expected_bias import ExpectedBias
-from laplace_debias.evaluation.sweep import default_grid
 from laplace_debias.evaluation.tuning import tune
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.model_check import check_model
 from laplace_debias.posterior.debiased import DebiasedPosterior
 from laplace_debias.posterior.kron import Laplace
+from laplace_debias.predictive.eigenblocks import default_grid
+from laplace_debias.predictive.predictor import StructuredPredictor
 from laplace_debias.reporting.predictions import halves, predict
 from laplace_debias.reporting.recommend import Recommendation, candidates, recommend
 from laplace_debias.reporting.sections import Report, written
@@ -168,7 +170,7 @@ def report(
     noise = float(options.get("sigma_noise", 1.0))
     advice = recommend(result, kind, T, noise if kind == "regression" else None)
     fitting = Fitting(
-        model, train_loader, val_loader, kind, options,
+        Laplace, model, train_loader, val_loader, kind, options,
         {m.name: m for m in methods if isinstance(m, CustomMethod)}, Reference(), Prediction(),
         grid, seed,
     )  # fmt: skip
@@ -176,7 +178,10 @@ def report(
     la = fitting.posterior(*shown)
     with warnings.catch_warnings():  # the page says it
         warnings.simplefilter("ignore")
-        tuning = tune(la, val_loader, layerwise=False, progress_bar=progress_bar)
+        tuning = tune(
+            la, val_loader, predictor_of=StructuredPredictor, layerwise=False,
+            progress_bar=progress_bar,
+        )  # fmt: skip
     prior = next(c for c in candidates(result) if (c.method, c.budget) == shown[:2])
     if prior.prior_precision is not None:
         la.prior_precision = prior.prior_precision

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, Subset
 
+from laplace_debias.data.inputs import tensor_bytes
+from laplace_debias.data.loaders import as_batches
 from laplace_debias.data.map_style import is_map_style
-from laplace_debias.data.reading import as_batches
 
-__all__ = ["data_hash", "tensor_bytes"]
+__all__ = ["data_hash"]
 
 _N_CHECKED = 64  # data that are read twice
 Reader = Callable[[], Iterator[Any]]
@@ -167,13 +168,3 @@ def _randomness_kept(data: Any) -> Iterator[None]:
         np.random.set_state(numpy)
         for generator, state in states:
             generator.set_state(state)
-
-
-def tensor_bytes(tensor: Tensor) -> Any:
-    """Return a tensor's content, of any dtype, as a buffer.
-
-    Example:
-        >>> tensor_bytes(torch.ones(2, dtype=torch.int16)).tolist()
-        [1, 0, 1, 0]
-    """
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

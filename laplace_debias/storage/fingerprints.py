@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.storage.data_digest import data_hash, tensor_bytes
+from laplace_debias.data.inputs import tensor_bytes
+from laplace_debias.storage.data_digest import data_hash
 
 __all__ = ["fingerprint", "loss_hash", "model_hash", "plain_options", "tensors_hash"]
 

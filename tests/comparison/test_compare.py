@@ -15,8 +15,9 @@ from laplace_debias.comparison import (
     Reference,
     Work,
     compare,
-    fitting,
 )
+from laplace_debias.comparison.draws import draw_generator, draw_loaders
+from laplace_debias.comparison.fitting import Fitting
 from laplace_debias.evaluation.evaluate import evaluate
 from laplace_debias.posterior.debiased import DebiasedPosterior
 from laplace_debias.posterior.kron import Laplace
@@ -82,9 +83,49 @@ def test_rows_equal_separate_evaluations(problem):
         assert row.metrics["ood_nll"] == pytest.approx(corrupted.nll, rel=1e-6)
 
 
+def test_the_kind_of_factors_reaches_every_method(monkeypatch):
+    """BackPACK's K-FAC with drawn labels: as fits by hand with the same draws."""
+    torch.manual_seed(0)
+    X = torch.randn(24, 1, 4, 4, dtype=torch.float64)
+    y = torch.arange(24) % 3
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3)).double()
+    train = DataLoader(TensorDataset(X, y), batch_size=6)
+    test = DataLoader(TensorDataset(X + 0.3, y), batch_size=24)
+    kind = {"kfac_approx": "backpack", "fisher": "mc", "sampler": "label"}
+    fitted = []
+    posterior = Fitting.posterior
+
+    def spy(self, *cell):
+        fitted.append(posterior(self, *cell))
+        return fitted[-1]
+
+    monkeypatch.setattr(Fitting, "posterior", spy)
+    methods = ("single", "two-batch", "crossfit", "auto", "full")
+    settings = dict(methods=methods, budgets=(12,), n_draws=1, prior_precisions=(1.0,))
+    result = compare(model, train, test, laplace=kind, **settings)
+    found = {la.debias: la for la in fitted if la.n_data == 24}
+    assert {la.kfac_approx for la in fitted} == {"backpack"}
+    assert {(la.fisher, la.sampler) for la in fitted if la.debias != "auto"} == {("mc", "label")}
+    assert found["auto"].fisher == "exact" and found["auto"].fit_report.n_passes == 12
+
+    others = compare(model, train, test, **settings)
+    for method, draw in (("single", 0), ("two-batch", 0), ("full", -1)):
+        la = Laplace(
+            model, "classification", "all", "kron", generator=draw_generator(0, draw),
+            debias="two-batch" if method == "two-batch" else "single", **kind,
+        )  # fmt: skip
+        budget, n_roles = 24 if method == "full" else 12, 1 + (method == "two-batch")
+        first, *second = draw_loaders(train, budget, n_roles, draw_generator(0, draw))
+        la.fit(first, curvature_loader=second[0] if second else None, n_data=24)
+        la.prior_precision = 1.0
+        (row,), (other,) = result.select(method), others.select(method)
+        assert row.metrics["nll"] == pytest.approx(evaluate(la, test).nll, rel=1e-9)
+        assert abs(row.metrics["nll"] - other.metrics["nll"]) > 1e-5
+
+
 def test_budgets_are_equal_and_the_data_the_same(problem, monkeypatch):
     fits = []
-    factory = fitting.Laplace
+    factory = compare_module.Laplace
 
     def spy(*args, debias, **kwargs):
         la = factory(*args, debias=debias, **kwargs)
@@ -98,7 +139,7 @@ def test_budgets_are_equal_and_the_data_the_same(problem, monkeypatch):
         la.fit = recorded
         return la
 
-    monkeypatch.setattr(fitting, "Laplace", spy)
+    monkeypatch.setattr(compare_module, "Laplace", spy)
     run(problem, budgets=(8,), n_draws=1)
     (full, single, two_batch) = fits
     assert [fit[2] for fit in fits] == [N, N, N]
@@ -221,7 +262,7 @@ def test_further_methods_by_function(problem):
 def test_compare_resumes_without_repeating_a_cell(problem, tmp_path, monkeypatch):
     uninterrupted = run(problem)
     fits = []
-    factory = fitting.Laplace
+    factory = compare_module.Laplace
 
     def counting(*args, **kwargs):
         if len(fits) == 5:
@@ -229,7 +270,7 @@ def test_compare_resumes_without_repeating_a_cell(problem, tmp_path, monkeypatch
         fits.append(kwargs["debias"])
         return factory(*args, **kwargs)
 
-    monkeypatch.setattr(fitting, "Laplace", counting)
+    monkeypatch.setattr(compare_module, "Laplace", counting)
     with pytest.raises(KeyboardInterrupt):
         run(problem, folder=tmp_path)
     finished = {path.stem for path in tmp_path.glob("*.json")} - {"config", "plain"}
@@ -240,7 +281,7 @@ def test_compare_resumes_without_repeating_a_cell(problem, tmp_path, monkeypatch
         fits.append(kwargs["debias"])
         return factory(*args, **kwargs)
 
-    monkeypatch.setattr(fitting, "Laplace", counting_on)
+    monkeypatch.setattr(compare_module, "Laplace", counting_on)
     assert run(problem, folder=tmp_path) == uninterrupted
     assert len(fits) == 2 * 2 * 2 + 1  # each cell once over both calls
     assert run(problem, folder=tmp_path, n_draws=3).select("single", 8)[:6] == (
@@ -258,8 +299,10 @@ def test_processes_share_a_folder_by_draws(problem, tmp_path, monkeypatch):
         )  # fmt: skip
         assert {row.draw for row in part.rows} == set(draws)
     fitted = []
-    original = fitting.Laplace
-    monkeypatch.setattr(fitting, "Laplace", lambda *a, **k: fitted.append(1) or original(*a, **k))
+    original = compare_module.Laplace
+    monkeypatch.setattr(
+        compare_module, "Laplace", lambda *a, **k: fitted.append(1) or original(*a, **k)
+    )
     assert run(problem, n_draws=3, folder=tmp_path).rows == whole.rows
     assert len(fitted) == 1  # the reference; no draw was made twice
     with pytest.raises(ValueError, match="draws among 0 to 2"):

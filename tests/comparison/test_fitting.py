@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from laplace_debias import Laplace
 from laplace_debias.comparison.fitting import Fitting
 from laplace_debias.comparison.options import Prediction, Reference
 
@@ -16,7 +17,17 @@ def _fitting(**laplace):
     train = DataLoader(TensorDataset(X, (X[:, 0] > 0).long()), batch_size=5)
     laplace = {"subset_of_weights": "all"} | laplace
     return Fitting(
-        net, train, None, "classification", laplace, {}, Reference(), Prediction(), [1.0, 2.0], 0
+        Laplace,
+        net,
+        train,
+        None,
+        "classification",
+        laplace,
+        {},
+        Reference(),
+        Prediction(),
+        [1.0, 2.0],
+        0,
     )
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_debias.data.reading import as_batches, read
+from laplace_debias.data.loaders import as_batches
+from laplace_debias.data.reading import read
 
 CPU = torch.device("cpu")
 X = torch.arange(12.0).reshape(6, 2)

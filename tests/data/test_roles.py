@@ -6,13 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from laplace_debias.data.roles import (
-    CURVATURES,
-    DIRECTIONS,
-    TrainingData,
-    training_size,
-    warn_if_sequential,
-)
+from laplace_debias.data.loaders import warn_if_sequential
+from laplace_debias.data.roles import CURVATURES, DIRECTIONS, TrainingData, training_size
 
 CPU = torch.device("cpu")
 

@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from laplace_debias.debias.certificate import (
-    EigenFactors,
-    FitReport,
     estimated_distance,
     input_noise,
     log_deviations,
     probe_gradients,
 )
+from laplace_debias.debias.eigen import EigenFactors
+from laplace_debias.kfac.counts import FitReport
 from laplace_debias.kfac.engine import Engine
 
 

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.isotonic import isotonic_regression
 
+from laplace_debias.debias.eigen import null_tolerance
 from laplace_debias.debias.folds import (
     crossfit_factor,
     crossfit_spectrum,
     curvatures_along,
     isotonic,
-    null_tolerance,
     sums_of_others,
 )
 

@@ -7,12 +7,12 @@ from torch import nn
 from laplace_debias.debias.reservoirs import Reservoirs
 from laplace_debias.debias.sampling import (
     curvature_order,
-    curvature_scores,
     draw_weighted,
     effective_sample_size,
     sampling_probabilities,
 )
 from laplace_debias.kfac.engine import kfac_factors
+from laplace_debias.network.loss import curvature_scores
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laplace_debias.debias.spectrum import (
-    curvature_along,
-    decompose,
-    rebuild,
-    reevaluate,
-)
+from laplace_debias.debias.spectrum import decompose, rebuild, reevaluate
+from laplace_debias.kfac.thin import curvature_along
 
 
 def psd(d: int, rank: int, seed: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,13 +12,18 @@ from laplace.lllaplace import KronLLLaplace
 from laplace.utils.metrics import RunningNLLMetric
 from torch import nn
 
-from laplace_debias.evaluation.grid_search import gridsearch_prior_precision
+from laplace_debias.evaluation import grid_search
 from laplace_debias.evaluation.sweep import sweep_prior_precision
 from laplace_debias.predictive import predictions
+from laplace_debias.predictive.predictor import StructuredPredictor
 from tests.fitted_predictive import (
     double_precision,  # noqa: F401
     fitted_mlp,
     slow_nll,
+)
+
+gridsearch_prior_precision = partial(
+    grid_search.gridsearch_prior_precision, predictor_of=StructuredPredictor
 )
 
 pytestmark = pytest.mark.usefixtures("double_precision")

@@ -1,6 +1,7 @@
 """A prior per layer: interpolated variances, gradients, and a held-out half that decides."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from torch import nn
 
 from laplace_debias import Laplace, linearized_predictive
 from laplace_debias.evaluation import layerwise
-from laplace_debias.evaluation.layerwise import chebyshev, lagrange, layerwise_trial
+from laplace_debias.evaluation.layerwise import chebyshev, lagrange
 from laplace_debias.predictive.predictor import StructuredPredictor
 from tests.fitted_predictive import double_precision  # noqa: F401
+
+layerwise_trial = partial(layerwise.layerwise_trial, predictor_of=StructuredPredictor)
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 

@@ -12,8 +12,9 @@ from laplace.lllaplace import KronLLLaplace
 from torch import nn
 from torch.utils.data import DataLoader
 
-from laplace_debias.evaluation.sweep import default_grid, sweep_prior_precision
+from laplace_debias.evaluation.sweep import sweep_prior_precision
 from laplace_debias.predictive import predictions
+from laplace_debias.predictive.eigenblocks import default_grid
 from tests.fitted_predictive import (
     double_precision,  # noqa: F401
     fitted_mlp,

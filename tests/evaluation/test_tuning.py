@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from laplace.lllaplace import KronLLLaplace
 from torch import nn
 
 from laplace_debias import Laplace, sweep_prior_precision
-from laplace_debias.evaluation.tuning import tune
+from laplace_debias.evaluation import tuning
+from laplace_debias.predictive.predictor import StructuredPredictor
 from tests.fitted_predictive import double_precision, fitted_mlp, slow_nll  # noqa: F401
+
+tune = partial(tuning.tune, predictor_of=StructuredPredictor)
 
 GRID, TS = [0.05, 1.0, 30.0], [0.5, 1.0, 2.0]
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias.kfac.backend import HookEF, HookGGN
-from laplace_debias.network.loss import sampled_hessian_root
+from laplace_debias.network.vectors import sampled_hessian_root
 from tests.cases_kfac import make
 from tests.oracles_kfac import oracle
 

@@ -6,15 +6,18 @@ import pytest
 import torch
 from torch import nn
 
+from laplace_debias.kfac import few_rows
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.few_rows import (
     RowSum,
+    add_gram_,
     added,
     are_few,
     as_matrix,
     averaged,
     dimension,
     is_rows,
+    mirror_,
     scaled,
     total_of,
 )
@@ -80,3 +83,17 @@ def test_scales_and_shifts_of_normalisations_are_kept_as_rows():
     assert is_rows(names["1.weight"]) and is_rows(names["1.bias"])
     for M, expected in zip(rows.B, full.B, strict=True):
         torch.testing.assert_close(as_matrix(M), expected)
+
+
+@pytest.mark.parametrize("d", [3, 5, 6, 11])
+def test_halves_give_the_whole_product(d, monkeypatch):
+    monkeypatch.setattr(few_rows, "_HALVE_ABOVE", 2)
+    rows = torch.randn(7, d, generator=torch.Generator().manual_seed(0)).double()
+    before = torch.randn(d, d, generator=torch.Generator().manual_seed(1)).double()
+    before = before + before.T
+    out = before.clone()
+    add_gram_(out, rows, alpha=0.5, beta=2.0)
+    torch.testing.assert_close(mirror_(out), 2 * before + 0.5 * rows.T @ rows)
+    fresh = torch.full((d, d), float("nan"), dtype=torch.float64)
+    add_gram_(fresh, rows, beta=0.0)
+    torch.testing.assert_close(mirror_(fresh), rows.T @ rows)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from laplace_debias.kfac import grams
+from laplace_debias.kfac import few_rows, grams
 from laplace_debias.kfac.engine import kfac_factors
 from laplace_debias.kfac.grams import InputGram, OutputGram, input_mean
 from tests.cases_kfac import make
@@ -13,7 +13,7 @@ from tests.oracles_kfac import oracle, rows_of
 
 def test_large_gram_matrices_and_sliced_unfolding(monkeypatch):
     """The halved Gram matrix and the sliced copy give what one plain product gives."""
-    monkeypatch.setattr("laplace_debias.kfac.symmetric._HALVE_ABOVE", 5)
+    monkeypatch.setattr("laplace_debias.kfac.few_rows._HALVE_ABOVE", 5)
     monkeypatch.setattr("laplace_debias.kfac.grams._SLICE_BYTES", 4000)
     model, x, y = make("conv2d", "classification")
     factors = kfac_factors(model, x, y, likelihood="classification")
@@ -44,7 +44,7 @@ def test_the_mean_over_rows(name, slice_bytes, monkeypatch):
     torch.testing.assert_close(A, rows.T @ rows / len(rows))
 
 
-@pytest.mark.parametrize("approx", grams.KFAC_APPROXES)
+@pytest.mark.parametrize("approx", few_rows.KFAC_APPROXES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_ways_to_sum_positions(name, approx):
     """The table in the module's docstring, datum by datum, with two calls as further positions."""

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from laplace_debias.debias.spectrum import decompose
-from laplace_debias.kfac import grams, rotations, symmetric
+from laplace_debias.kfac import few_rows, grams, rotations
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.rotations import (
     RotatedInputs,
@@ -30,7 +30,7 @@ def path(request, monkeypatch):
     """Both ways to the same numbers, whatever the shapes."""
     always = request.param == "measured"
     monkeypatch.setattr(rotations, "_ROWS_PER_DIMENSION", 0 if always else 10**9)
-    monkeypatch.setattr(symmetric, "_HALVE_ABOVE", 2 if always else 10**9)
+    monkeypatch.setattr(few_rows, "_HALVE_ABOVE", 2 if always else 10**9)
     monkeypatch.setattr(rotations, "saves_work", lambda *args: always)
     return request.param
 
@@ -60,7 +60,7 @@ def test_a_matrix_that_is_no_scratch_is_not_formed(monkeypatch):
 
     monkeypatch.setattr(rotations, "add_gram_", formed)
     monkeypatch.setattr(rotations, "input_mean", formed)
-    monkeypatch.setattr(symmetric, "_HALVE_ABOVE", 2)
+    monkeypatch.setattr(few_rows, "_HALVE_ABOVE", 2)
     rows, image, conv = torch.ones(100, 4), torch.ones(9, 1, 9, 9), nn.Conv2d(1, 1, 2)
     for slice_bytes, raises in ((4 * 4 * 4, True), (4 * 4 * 4 - 1, False)):
         monkeypatch.setattr(grams, "_SLICE_BYTES", slice_bytes)
@@ -75,7 +75,7 @@ def test_a_matrix_that_is_no_scratch_is_not_formed(monkeypatch):
                 call()
 
 
-@pytest.mark.parametrize("approx", grams.KFAC_APPROXES)
+@pytest.mark.parametrize("approx", few_rows.KFAC_APPROXES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_an_engine_measures_what_its_own_factors_have_along_any_basis(case, approx, path):
     """Whatever a factor is (the oracles know), its diagonal in a basis comes without it."""
@@ -149,10 +149,10 @@ def test_weight_and_bias_with_one_basis_are_rotated_once():
     engine = Engine(nn.Linear(3, 2), "classification")
     Q = torch.eye(2)
     shared = output_grams(
-        engine.owned, Q, "expand", engine._layer_names, {"weight": [Q, Q], "bias": [Q]}
+        engine.owned, Q, "expand", engine.layer_names, {"weight": [Q, Q], "bias": [Q]}
     )
     own = output_grams(
-        engine.owned, Q, "expand", engine._layer_names, {"weight": [Q, Q], "bias": [Q.clone()]}
+        engine.owned, Q, "expand", engine.layer_names, {"weight": [Q, Q], "bias": [Q.clone()]}
     )
     for grams_of, count in ((shared, 1), (own, 2)):
         (found,) = grams_of.values()

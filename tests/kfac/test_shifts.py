@@ -11,7 +11,8 @@ from laplace_debias.kfac import grams
 from laplace_debias.kfac import shifts as shifts_module
 from laplace_debias.kfac.engine import kfac_factors
 from laplace_debias.kfac.grams import input_mean
-from laplace_debias.kfac.shifts import n_positions, saves_work, shifted_gram, shifts
+from laplace_debias.kfac.shifts import saves_work, shifted_gram, shifts
+from laplace_debias.network.unfold import n_positions
 from tests.cases_kfac import CASES, make
 from tests.oracles_kfac import oracle, rows_of
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 from laplace.utils import KronDecomposed
 
+from laplace_debias.debias.spectrum import kron_decomposed
 from laplace_debias.kfac.thin import (
     all_completed,
+    bases_of,
     completed,
     coordinates,
     frame_values,
@@ -13,7 +15,7 @@ from laplace_debias.kfac.thin import (
     is_thin,
     with_null_space,
 )
-from laplace_debias.kfac.thin_kron import ThinKronDecomposed, bases_of, kron_decomposed
+from laplace_debias.kfac.thin_kron import ThinKronDecomposed
 
 
 def basis(d, r, seed=0):

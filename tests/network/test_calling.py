@@ -9,7 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias import Laplace, check_model, evaluate, linearized_predictive
-from laplace_debias.network.calling import OutputPicker, call_model, pick_tensor, wants_keywords
+from laplace_debias.network.calling import (
+    OutputPicker,
+    as_outputs,
+    call_model,
+    check_positions,
+    classes_last,
+    flat_outputs,
+    pick_tensor,
+    wants_keywords,
+    weights_of_positions,
+)
 
 
 @dataclass
@@ -217,3 +227,34 @@ def test_other_backends_say_what_they_do_not_take(words):
 
     with pytest.raises(ValueError, match="of one argument with AsdlGGN.*leave `backend` out"):
         fitted(words, [texts(6, 1), texts(6, 2)], backend=AsdlGGN, verify=False)
+
+
+def test_layouts_and_back():
+    tokens, pixels, voxels = (
+        torch.randn(2, 5, 3),
+        torch.randn(2, 3, 4, 5),
+        torch.randn(2, 3, 4, 5, 6),
+    )
+    assert classes_last(tokens) is tokens
+    assert torch.equal(classes_last(pixels)[1, 2, 3], pixels[1, :, 2, 3])
+    assert torch.equal(classes_last(voxels)[1, 2, 3, 4], voxels[1, :, 2, 3, 4])
+    for f in (tokens, pixels, voxels, torch.randn(2, 3)):
+        assert torch.equal(as_outputs(classes_last(f)), f)
+        many = torch.stack([classes_last(f)] * 7)
+        assert torch.equal(as_outputs(many, leading=1)[3], f)
+        assert flat_outputs(f).shape == (2, f[0].numel())
+    assert torch.equal(flat_outputs(pixels)[0, :3], pixels[0, :, 0, 0])
+
+
+def test_weights_of_data_and_positions():
+    f, w = torch.randn(1, 4, 3), torch.tensor([[1.0, 0.0, 2.0, 0.5]])
+    assert weights_of_positions(f, None) is None and weights_of_positions(f, w) is w
+    assert torch.equal(weights_of_positions(f, torch.tensor([3.0])), torch.full((1, 4), 3.0))
+    with pytest.raises(ValueError, match="one per datum, or one per position"):
+        weights_of_positions(f, torch.ones(1, 3))
+
+
+def test_other_likelihoods_have_no_positions():
+    check_positions(torch.zeros(2, 3), "regression")
+    with pytest.raises(ValueError, match="have classes only"):
+        check_positions(torch.zeros(2, 3, 4), "bernoulli")

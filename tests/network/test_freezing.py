@@ -10,6 +10,7 @@ from laplace_debias.network.freezing import (
     check_supported,
     freeze_unsupported,
     unsupported_parameters,
+    unwrapped,
 )
 from laplace_debias.network.ownership import kfac_layers, owned_parameters
 
@@ -77,3 +78,27 @@ def test_embeddings_say_why():
     net = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
     with pytest.raises(ValueError, match="Embedding.*looks its rows up.*freeze it"):
         check_supported(net)
+
+
+class FSDPModule(nn.Module):
+    """Has the name of what torch's `fully_shard` mixes into a module's class."""
+
+
+class DTensor(nn.Parameter):
+    """Has the name of torch's tensor that is spread over devices."""
+
+
+def test_spread_parameters_are_refused():
+    class Sharded(FSDPModule, nn.Linear):
+        pass
+
+    spread = nn.Linear(1, 1)
+    spread.weight = DTensor(torch.ones(1, 1))
+    for model, name in ((nn.Sequential(Sharded(1, 1)), "FSDPModule"), (spread, "DTensor")):
+        with pytest.raises(ValueError, match=f"spread over processes .{name}.*Remedy"):
+            Laplace(model, "regression", "all", "kron", debias=True)
+
+
+def test_others_are_left_as_they_are():
+    net = nn.Linear(1, 1)
+    assert unwrapped(net) is net

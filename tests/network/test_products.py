@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from laplace_debias.network.products import conv_geometry, has_own_forward
+from laplace_debias.network.layers import has_own_forward
+from laplace_debias.network.products import conv_geometry
 from laplace_debias.network.recorder import Recorder
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from laplace_debias.debias.options import debias_mode
-from laplace_debias.predictive.eigenblocks import check_prior_precision
+from laplace_debias.posterior.options import check_prior_precision
 
 
 @pytest.mark.parametrize("good", [1.0, 1e-9, torch.tensor([0.5, 2.0])])

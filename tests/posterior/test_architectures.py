@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 from laplace_debias import Laplace
-from laplace_debias.kfac.thin_kron import bases_of
+from laplace_debias.kfac.thin import bases_of
 from tests.oracles_kfac import oracle
 from tests.oracles_predictive import dense_covariance, marginal
 

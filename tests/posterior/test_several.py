@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from laplace_debias import Laplace
-from laplace_debias.data.processes import Processes, processes, together
+from laplace_debias.data.processes import Processes, processes, shared_out, together
 from laplace_debias.kfac.engine import Engine
-from laplace_debias.kfac.sums import factors_of_all, shared_out
+from laplace_debias.kfac.sums import factors_of_all
 from tests import cases
 from tests import distributed_jobs as jobs
 

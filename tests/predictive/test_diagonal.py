@@ -7,7 +7,7 @@ from laplace.curvature import BackPackGGN
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.comparison.baselines import prior_only
+from laplace_debias.comparison.fitting import prior_only
 from laplace_debias.predictive.diagonal import DiagonalPredictor, diagonal_ggn
 from tests.fitted_predictive import double_precision  # noqa: F401
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from examples.research import bias_map
+from examples.research import bias_map, bias_map_report
 from tests.examples.research.made_problem import made_problem
 
 ARGV = ["--batch-sizes", "16", "--draws", "2", "--posterior-draws", "1", "--test-size", "10"]
@@ -22,9 +22,9 @@ def test_bias_map_runs_and_resumes(tmp_path, capsys):
         assert two == {k: v if isinstance(v, str) else pytest.approx(v) for k, v in one.items()}
     assert len(posteriors) == 4 + 3 * 4  # one approximation for the MLP, three for tokens
     assert "held out" in capsys.readouterr().out
-    good, low, high = bias_map.verdict(factors, "all")
+    good, low, high = bias_map_report.verdict(factors, "all")
     assert good >= 0.95 and 0.5 < low < high < 2
-    biased = [row for row in factors if bias_map.overestimation(row, "all") > 1.2]
+    biased = [row for row in factors if bias_map_report.overestimation(row, "all") > 1.2]
     assert len(biased) >= 10  # so that the line above says something
 
 

@@ -1,18 +1,45 @@
-"""When a progress bar is shown: asked for, never, or by itself on a terminal."""
+"""Shares of a training set: which data are a process's own."""
 
 import io
+import math
 import re
 import sys
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.data import progress
-from laplace_debias.data.progress import bar
+from laplace_debias.data import loaders
+from laplace_debias.data.loaders import bar, deals_out, n_own
+from laplace_debias.data.reading import read
 from laplace_debias.quadratics import directional_bias
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("n", "replicas"), [(7, 3), (6, 3), (2, 5), (61, 2)])
+def test_own_data_are_the_dataset_once(n, replicas, shuffle):
+    data = TensorDataset(torch.arange(n, dtype=torch.float32)[:, None], torch.arange(n))
+    seen, repeated = [], 0
+    for rank in range(replicas):
+        sampler = DistributedSampler(data, replicas, rank, shuffle=shuffle)
+        loader = DataLoader(data, 2, sampler=sampler)
+        assert deals_out(loader)
+        repeated += sum(len(y) for _, y in loader)
+        batches = [] if n_own(loader) == 0 else read(loader, torch.device("cpu"))
+        for X, y in batches:
+            assert torch.equal(X[:, 0].long(), y)
+            seen += y.tolist()
+    assert sorted(seen) == list(range(n))
+    assert repeated == replicas * math.ceil(n / replicas)
+
+
+def test_a_sampler_that_drops_repeats_nothing():
+    data = TensorDataset(torch.zeros(7, 1))
+    loader = DataLoader(data, 2, sampler=DistributedSampler(data, 3, 0, drop_last=True))
+    assert n_own(loader) == n_own([]) == math.inf
+    assert not deals_out(DataLoader(data, 2, shuffle=True))
 
 
 class _Terminal(io.StringIO):
@@ -33,7 +60,7 @@ class _Terminal(io.StringIO):
 def test_when_it_is_shown(monkeypatch, shown, terminal, delay, expected):
     stream = _Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress, "DELAY", delay)
+    monkeypatch.setattr(loaders, "DELAY", delay)
     assert list(bar([1, 2, 3], "reading", shown=shown)) == [1, 2, 3]
     assert ("reading" in stream.getvalue()) is expected
 
@@ -76,7 +103,7 @@ def test_fits_show_passes_and_data_with_totals(capsys):
 
 def test_quadratics_show_a_bar_by_the_same_habit(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream := _Terminal())
-    monkeypatch.setattr(progress, "DELAY", 0.0)
+    monkeypatch.setattr(loaders, "DELAY", 0.0)
     batches = [(torch.randn(6, 2), torch.randn(6, 1)) for _ in range(2)]
     args = (nn.Linear(2, 1), nn.MSELoss(), batches)
     directional_bias(*args, k=1, chosen=(0,))
