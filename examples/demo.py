@@ -40,6 +40,7 @@ matplotlib.use("agg")
 PAPER = {"kfac_approx": "backpack", "fisher": "mc", "sampler": "label"}
 METRICS = ("nll", "ece", "shifted_nll", "shifted_ece", "shifted_auroc")
 SHOWN = {"nll": "NLL", "ece": "ECE", "shifted_nll": "shifted NLL", "shifted_auroc": "AUROC"}
+LONG = {"full": "full (Laplace, all data)"}
 BOUGHT = ("plain", "temperature", "full")
 DRAWN = ("single", "two-batch", "auto")
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], float]] = {  # and learning rates
@@ -116,10 +117,10 @@ def accuracy(model: nn.Module, data: TensorDataset) -> float:
 
 
 # %%
-def mean_and_error(values: list[float]) -> str:
+def mean_and_error(values: list[float], digits: int = 3) -> str:
     """Mean over draws and its standard error (none for one draw)."""
     error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return f"{fmean(values):.3f}" + (f" ± {error:.3f}" if error else "")
+    return f"{fmean(values):.{digits}f}" + (f" ± {error:.{digits}f}" if error else "")
 
 
 def distances(result: ComparisonResult, method: str, budget: int) -> list[float]:
@@ -147,10 +148,17 @@ def tuned_table(parts: Mapping[str, tuple[ComparisonResult, tuple[str, ...]]]) -
                     fmean((row.cost or {}).get(kind, 0.0) for row in rows)
                     for kind in ("backward", "seconds")
                 ]
-                line = [part, method, str(budget or ""), f"{costs[0]:,.0f}", f"{costs[1]:.2f}"]
+                line = [
+                    part,
+                    LONG.get(method, method),
+                    str(budget or ""),
+                    f"{costs[0]:,.0f}",
+                    f"{costs[1]:.2f}",
+                ]
                 line += [mean_and_error([row.metrics[m] for row in rows]) for m in METRICS]
                 drawn = method in DRAWN
-                line.append(mean_and_error(distances(result, method, budget)) if drawn else "")
+                off = distances(result, method, budget) if drawn else []
+                line.append(mean_and_error(off, 4) if drawn else "")
                 lines.append(line)
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join(
@@ -181,15 +189,15 @@ def draw(ours: ComparisonResult, paper: ComparisonResult, path: Path) -> None:
     axes[0].set(ylabel="NLL / that of the plain network", ylim=(0, 1.35))
     axes[0].set_title("1. What a posterior buys")
     axes[0].legend(frameon=False, fontsize=8, ncols=2, loc="upper center")
-    least = min(paper.budgets("single"))
+    most = max(paper.budgets("single"))
     for method in ("full", "single", "two-batch"):
         color, marker, line = style_of(method)
         points = [
             p for p in paper.summary("nll")
-            if p.method == method and (method == "full" or p.budget == least)
+            if p.method == method and (method == "full" or p.budget == most)
         ]  # fmt: skip
         x, y = [p.prior_precision for p in points], [p.mean for p in points]
-        label = "all data" if method == "full" else f"{method}, {least} data"
+        label = "all data" if method == "full" else f"{method}, {most} data"
         axes[1].plot(
             x, y, line, color=color, marker="" if method == "full" else marker, markersize=4,
             label=label, linewidth=2 if method == "full" else 1.3,
@@ -230,7 +238,11 @@ def draw(ours: ComparisonResult, paper: ComparisonResult, path: Path) -> None:
 
 # %%
 def run(
-    small: bool, out: Path, network: str = "cnn", progress_bar: bool | None = None
+    small: bool,
+    out: Path,
+    network: str = "cnn",
+    progress_bar: bool | None = None,
+    end: bool = False,
 ) -> dict[str, ComparisonResult]:
     """Train, compare, print, draw, and write the report."""
     data = digits()
@@ -260,7 +272,11 @@ def run(
     methods = ("plain", "single", "two-batch", "auto", "full")
     ours = compare(*sets, methods=methods, baselines=("temperature",), **options)
     paper = compare(
-        early, *sets[1:], methods=("single", "two-batch", "full"), laplace=PAPER, **options
+        model if end else early,
+        *sets[1:],
+        methods=("single", "two-batch", "full"),
+        laplace=PAPER,
+        **options,
     )
     print("\nEach at its validated prior or temperature; ± is a standard error over draws.")
     parts = {
@@ -317,9 +333,10 @@ def main(argv: list[str] | None = None) -> dict[str, ComparisonResult]:
     )
     parser.add_argument("--small", action="store_true", help="a few seconds, for a first look")
     parser.add_argument("--network", choices=list(NETWORKS), default="cnn")
+    parser.add_argument("--end", action="store_true", help="part 2 at the end of training")
     parser.add_argument("--out", type=Path, default=Path("outputs"))
     args = parser.parse_args(argv)
-    return run(args.small, args.out, args.network)
+    return run(args.small, args.out, args.network, end=args.end)
 
 
 # %%

@@ -134,6 +134,7 @@ def report(
     grid, note = list(map(float, default_grid(N))), ""
     if methods is None:
         probe = Fitting(
+            Laplace,
             model,
             train_loader,
             val_loader,
