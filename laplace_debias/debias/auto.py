@@ -29,7 +29,8 @@ from laplace_debias.debias.certificate import (
     log_deviations,
     probe_gradients,
 )
-from laplace_debias.debias.drawn import N_GROUPS, corrected_block
+from laplace_debias.debias.drawn import corrected_block
+from laplace_debias.debias.drawn_rows import N_GROUPS
 from laplace_debias.debias.eigen import EigenFactors, eigh_float64
 from laplace_debias.debias.options import AutoOptions
 from laplace_debias.debias.rounds import Rounds
@@ -78,8 +79,8 @@ def fit_auto(
         >>> data = TrainingData(batches, None, 32, torch.device("cpu"))
         >>> options = AutoOptions(tolerance=None, n_passes=16)
         >>> fit = fit_auto(engine, data, options, torch.ones(4))
-        >>> fit.n_data, engine.cost.forward, engine.cost.backward
-        (32, 48, 16)
+        >>> fit.n_data, engine.cost.forward <= 32 + 16, engine.cost.backward
+        (32, True, 16)
     """
     _check_blocks(engine)
     if engine.draw_seed is not None:  # processes draw alike

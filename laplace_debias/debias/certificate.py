@@ -95,13 +95,15 @@ def log_deviations(
     """
     total = gradients[0].new_zeros(len(gradients[0]), dtype=torch.float64)
     for block, J, ridge in zip(blocks, gradients, ridges, strict=True):
-        total += (_rotated(block, J).square() / (block.table.double() + ridge)).sum((1, 2))
+        variances = (1 / (block.table.double() + ridge)).to(J)
+        squares = _rotated(block, J).square_().mul_(variances)  # positive terms: no cancellation
+        total += squares.sum((1, 2), dtype=torch.float64)
     return 0.5 * total.log()
 
 
 def _rotated(block: EigenFactors, J: Tensor) -> Tensor:
-    """Gradients ``Q_B^T (J Q_A)`` in float64."""
-    return (block.Q_B.to(J).T @ J).double()
+    """Gradients ``Q_B^T (J Q_A)``, in their type."""
+    return block.Q_B.to(J).T @ J
 
 
 def input_noise(
@@ -129,7 +131,7 @@ def input_noise(
         if delta is None or block.Q_A is None:
             continue
         Q = block.Q_A.to(J)
-        X = _rotated(block, J) / (block.table.double() + ridge)
+        X = _rotated(block, J).double() / (block.table.double() + ridge)
         X = (X * block.lam_B.double().sqrt()[:, None]).to(J)
         change += (X @ (Q.T @ delta.to(J) @ Q) * X).sum((1, 2)).double()
     return -0.5 * change / (2 * log_deviations(blocks, gradients, ridges)).exp()

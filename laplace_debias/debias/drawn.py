@@ -14,94 +14,53 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from laplace_debias.data.processes import processes
+from laplace_debias.debias.drawn_rows import N_GROUPS, DrawnRows
 from laplace_debias.debias.eigen import EigenFactors, eigh_float64
 from laplace_debias.debias.inverse import inverse_inflation, null_floor, resolvent_inflation
+from laplace_debias.debias.leverages import BlockGrams
 from laplace_debias.network.ownership import RowsKey
 
-__all__ = ["N_GROUPS", "DrawnFactor", "DrawnRows", "corrected_block"]
+__all__ = ["DrawnFactor", "Spectrum", "corrected_block"]
 
-N_GROUPS = 4
 MOST_NUMBERS = 2**20
 """Most numbers of gradient rows that are kept per layer: beyond, those of a part of the draws."""
-MOST_BLOCK_NUMBERS = 2**18
+MOST_BLOCK_NUMBERS = 2**19
 """The same for layers with several rows per datum, whose correction is small and costs more."""
+RUN = 2 * N_GROUPS
+"""A part of the draws is kept in runs: neighbours stay neighbours, also within half the groups."""
 
 
-@dataclass
-class DrawnRows:
-    """What is known of all draws so far, in their order; weights are relative to the pool.
+class Spectrum(NamedTuple):
+    """An output factor in its eigenbasis, and what the correction for the inverse needs.
 
     Attributes:
-        drawn: Weight of each draw by its own round, ``[m]``.
-        known: Weight of each draw as a known term of later rounds, ``[m]``.
-        groups: Group of each draw, ``[m]``; -1 for certain ones, which all groups share.
-
-    Example:
-        >>> rows = DrawnRows()
-        >>> rows.add(torch.tensor([0.5, 1.0]), torch.tensor([0, -1]), share=1.0, growth=1.0)
-        >>> rows.weights, rows.of([0])[1], rows.of([1])[1]
-        (tensor([2., 1.]), tensor([8., 1.]), tensor([0., 1.]))
+        Q: Eigenvectors in columns.
+        lam: Eigenvalues ``[d]``.
+        rows: Weighted rows ``[m, r, d]`` of draws in that basis, or their blocks.
+        probabilities: Their inclusion probabilities, ``[m]``.
+        linked: Which of them follow their predecessor in the draw, ``[m - 1]``.
+        floor: Curvature of the null space.
     """
 
-    drawn: Tensor = field(default_factory=lambda: torch.zeros(0))
-    known: Tensor = field(default_factory=lambda: torch.zeros(0))
-    groups: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    Q: Tensor
+    lam: Tensor
+    rows: Tensor | BlockGrams
+    probabilities: Tensor
+    linked: Tensor
+    floor: float = 0.0
 
-    @property
-    def weights(self) -> Tensor:
-        """Weight of each draw in the estimate, ``[m]``."""
-        return self.drawn + self.known
-
-    def add(
-        self,
-        probabilities: Tensor,
-        groups: Tensor,
-        share: float,
-        growth: float,
-        *,
-        distinct: bool = True,
-    ) -> None:
-        """Add a round that counts by ``share``; the pool has become ``growth`` times as large.
-
-        Args:
-            probabilities: Inclusion probabilities of the new draws.
-            groups: Their groups.
-            share: The round's part in the average of all rounds.
-            growth: By how much the pool has become larger since the last round.
-            distinct: Whether earlier draws are known terms of this round's estimate.
-        """
-        old, new = (1 - share) * growth, share / probabilities.cpu()
-        self.drawn = torch.cat([old * self.drawn, new])
-        known = old * self.known + (share if distinct else 0.0)
-        self.known = torch.cat([known, torch.zeros_like(new)])
-        self.groups = torch.cat([self.groups, groups.cpu()])
-
-    def rarity(self, scale: float) -> float:
-        """Mean share of the draws' noise that sampling without replacement leaves.
-
-        Args:
-            scale: N over the number of data that draws are made from.
-
-        Returns:
-            The mean of ``1 - 1 / weight`` over draws that are not certain.
-        """
-        free = self.groups >= 0
-        if not bool(free.any()):
-            return 0.0
-        return float((1 - 1 / (scale * self.weights[free])).clamp(min=0).mean())
-
-    def of(self, groups: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Which draws count in the estimate of some groups, and their weights there."""
-        scale = (self.groups < 0).to(self.drawn)
-        for group in groups:
-            scale[self.groups == group] = N_GROUPS / len(groups)
-        weights = scale * self.drawn + self.known
-        return weights > 0, weights
+    def inflation(self, ridges: Tensor) -> Tensor:
+        """The factor c of :func:`laplace_debias.debias.inverse.inverse_inflation`, ``[k]``."""
+        return inverse_inflation(
+            self.rows, self.probabilities, self.lam, ridges, self.floor, linked=self.linked
+        )
 
 
 @dataclass
@@ -112,18 +71,19 @@ class DrawnFactor:
         key: What its rows are found by, see :func:`laplace_debias.network.ownership.rows_key`.
         sums: The groups' estimates of the pool's sum, ``[N_GROUPS, d, d]``.
         known: Plain sum over all draws so far, ``[d, d]``.
-        rows: Kept rows ``[m, r, d]`` of some draws, with the draws' numbers.
+        rows: Kept rows ``[m, r, d]`` of some draws, or their blocks where ``r >= d``, with the
+            draws' numbers.
         device: Where sums are to be in a process without draws.
     """
 
     key: RowsKey
     sums: Tensor | None = None
     known: Tensor | None = None
-    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    rows: list[tuple[Tensor | BlockGrams, Tensor]] = field(default_factory=list)
     device: torch.device | None = None
     _new: Tensor | None = None
     _new_known: Tensor | None = None
-    _new_rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _new_rows: list[tuple[Tensor | BlockGrams, Tensor]] = field(default_factory=list)
 
     def add(
         self, rows: Tensor, weights: Tensor, groups: Tensor, at: Tensor, first: int, n: int
@@ -144,35 +104,41 @@ class DrawnFactor:
         if self._new is None or self._new_known is None:
             self._new = rows.new_zeros(N_GROUPS, d, d, dtype=torch.float64)
             self._new_known = rows.new_zeros(d, d, dtype=torch.float64)
-        self._new_known += _gram(rows)
         weights, groups = weights.to(rows), groups.to(rows.device)
+        most = MOST_NUMBERS if r == 1 else MOST_BLOCK_NUMBERS
+        keep = _in_runs(at, n, most // (min(r, d) * d)).to(rows.device)
+        of_group = groups == torch.arange(N_GROUPS, device=groups.device)[:, None]
+        numbers = first + at[keep.cpu()]
+        if r >= d:  # [m, d, d], no more numbers than the rows: all sums follow
+            blocks = rows.mT @ rows
+            counts = weights * (N_GROUPS * of_group + (groups < 0)).to(rows)
+            self._new += (counts @ blocks.flatten(1)).view(N_GROUPS, d, d)
+            self._new_known += blocks.sum(0)
+            self._new_rows.append((BlockGrams(blocks[keep]), numbers))
+            return
+        self._new_known += _gram(rows)
         weighted = rows * weights.sqrt()[:, None, None]
         self._new += _gram(weighted[groups < 0])
-        for group in range(N_GROUPS):
-            self._new[group] += N_GROUPS * _gram(weighted[groups == group])
-        most = MOST_NUMBERS if r == 1 else MOST_BLOCK_NUMBERS
-        most = min(n, max(2, most // (r * d)))
-        kept = (at + 1) * most // n > at * most // n
-        self._new_rows.append((rows[kept.to(rows.device)], first + at[kept]))
+        for group, member in enumerate(of_group):
+            self._new[group] += N_GROUPS * _gram(weighted[member])
+        self._new_rows.append((rows[keep], numbers))
 
     def exchange(self) -> None:
         """Make the present round's draws of this process, if it has any, those of all."""
         group = processes()
         if group is None:
             return
-        shares = group.gather([(rows.cpu(), at) for rows, at in self._new_rows])
+        shares = group.gather([(_moved(rows, "cpu"), at) for rows, at in self._new_rows])
         kept = [pair for share in shares for pair in share]
         if not kept:
             return
-        device, d = self.device, kept[0][0].shape[2]
+        device, d = self.device, _numbers(kept[0][0]).shape[2]
         if self._new is None or self._new_known is None:
             self._new = torch.zeros(N_GROUPS, d, d, dtype=torch.float64, device=device)
             self._new_known = torch.zeros(d, d, dtype=torch.float64, device=device)
         group.sum_(self._new)
         group.sum_(self._new_known)
-        order = torch.cat([at for _, at in kept]).argsort()
-        rows = torch.cat([rows for rows, _ in kept])[order].to(device)
-        self._new_rows = [(rows, torch.cat([at for _, at in kept])[order])]
+        self._new_rows = [(_moved(rows, device), at) for rows, at in kept]
 
     def close(self, share: float, growth: float, *, distinct: bool) -> None:
         """End a round that counts by ``share``, see :meth:`DrawnRows.add`.
@@ -213,7 +179,7 @@ class DrawnFactor:
         groups: Sequence[int],
         scale: float,
         pair: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    ) -> Spectrum:
         """Eigenbasis of some groups' estimate, and what the correction for the inverse needs.
 
         Args:
@@ -223,23 +189,53 @@ class DrawnFactor:
             pair: Eigenvalues and eigenvectors of :meth:`estimate`, if they are known.
 
         Returns:
-            Q and eigenvalues; weighted rows ``[m, r, d]`` in that basis with their inclusion
-            probabilities; and the floor of the null space.
+            The spectrum.
         """
         lam, Q = pair if pair is not None else eigh_float64(self.estimate(groups, scale), "B")
         chosen, weights = drawn.of(groups)
+        as_blocks = any(isinstance(rows, BlockGrams) for rows, _ in self.rows)
+        longest = max(_numbers(rows).shape[1] for rows, _ in self.rows)  # sequences may differ
         parts, numbers = [], []
         for rows, at in self.rows:
             keep = chosen[at]
-            parts.append(rows[keep.to(rows.device)].double())
+            kept = _numbers(rows)[keep.to(Q.device)].double()
+            if as_blocks:
+                parts.append(kept.mT @ kept if isinstance(rows, Tensor) else kept)
+            else:  # rows of zeros change nothing
+                parts.append(F.pad(kept, (0, 0, 0, longest - kept.shape[1])))
             numbers.append(at[keep])
-        at = torch.cat(numbers)
+        at, order = torch.cat(numbers).sort()  # the order of the draw
         w = (scale * weights[at]).to(Q.device)
-        X = torch.cat(parts) * w.sqrt()[:, None, None]
+        X = torch.cat(parts)[order.to(Q.device)] * w.sqrt()[:, None, None]
         whole = len(at) == int(chosen.sum())
+        runs = torch.zeros_like(at) if whole else at // RUN
+        more = (1 / w).clamp(max=1.0), (runs[1:] == runs[:-1]).to(Q.device)
+        if as_blocks:
+            blocks = Q.T @ (X * w.sqrt()[:, None, None]) @ Q
+            return Spectrum(Q, lam.clamp(min=0), BlockGrams(blocks), *more)
         n_rows = X.shape[0] * X.shape[1]
         floor = null_floor(X.flatten(0, 1)) if whole and n_rows < X.shape[2] else 0.0
-        return Q, lam.clamp(min=0), X @ Q, (1 / w).clamp(max=1.0), floor
+        return Spectrum(Q, lam.clamp(min=0), X @ Q, *more, floor)
+
+
+def _in_runs(at: Tensor, n: int, most: int) -> Tensor:
+    """Which of n draws are kept: all, or some runs of neighbours, spread evenly."""
+    if n <= most:
+        return torch.ones_like(at, dtype=torch.bool)
+    n_runs = -(-n // RUN)
+    wanted = min(n_runs, max(2, most // RUN))
+    run = at // RUN
+    return (run + 1) * wanted // n_runs > run * wanted // n_runs
+
+
+def _numbers(rows: Tensor | BlockGrams) -> Tensor:
+    """Rows ``[m, r, d]``, or blocks ``[m, d, d]``."""
+    return rows if isinstance(rows, Tensor) else rows.G
+
+
+def _moved(rows: Tensor | BlockGrams, device: Any) -> Tensor | BlockGrams:
+    """The same on a device."""
+    return rows.to(device) if isinstance(rows, Tensor) else BlockGrams(rows.G.to(device))
 
 
 def _gram(rows: Tensor) -> Tensor:
@@ -249,7 +245,7 @@ def _gram(rows: Tensor) -> Tensor:
 
 
 def corrected_block(
-    output: tuple[Tensor, Tensor, Tensor, Tensor, float],
+    output: Spectrum,
     inputs: tuple[Tensor, Tensor] | None,
     ridge: float,
     *,
@@ -272,16 +268,14 @@ def corrected_block(
     Returns:
         The block.
     """
-    Q, lam, rows, probabilities, floor = output
+    Q, lam, floor = output.Q, output.lam, output.floor
     if not correct:
         return EigenFactors(Q, lam, *(inputs or ()))
     if inputs is None:
-        ridges = lam.new_tensor([ridge])
-        c = inverse_inflation(rows, probabilities, lam, ridges, floor)
-        return EigenFactors(Q, c * lam + floor)
+        return EigenFactors(Q, output.inflation(lam.new_tensor([ridge])) * lam + floor)
     Q_A, lam_A = inputs
     least = max(float(lam_A.max()), 1e-300) * 1e-14
-    c = inverse_inflation(rows, probabilities, lam, ridge / lam_A.clamp(min=least), floor)
+    c = output.inflation(ridge / lam_A.clamp(min=least))
     lam_B = lam + floor / float(c.max())
     lam_A = c * lam_A
     if input_rows is not None:

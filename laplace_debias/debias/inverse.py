@@ -42,12 +42,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laplace_debias.debias.leverages import BlockGrams, Leverages
+
 __all__ = ["inverse_inflation", "null_floor", "resolvent_inflation"]
 
 MOST_LEVERAGE = 0.98
 """Leverages are cut off here: a row that is nearly alone in its direction says nothing about it."""
 MOST_INFLATION = 50.0
-NEGLIGIBLE = 1e-3
 N_NODES = 12
 """Ridges at which c is computed; between them it is interpolated over the ridge's logarithm."""
 
@@ -81,17 +82,26 @@ def resolvent_inflation(lam: Tensor, ridges: Tensor, n: float, n_total: float) -
 
 
 def inverse_inflation(
-    rows: Tensor, probabilities: Tensor, lam: Tensor, ridges: Tensor, floor: float = 0.0
+    rows: Tensor | BlockGrams,
+    probabilities: Tensor,
+    lam: Tensor,
+    ridges: Tensor,
+    floor: float = 0.0,
+    *,
+    linked: Tensor | None = None,
 ) -> Tensor:
     """The factor c of a weighted draw, for each of several ridges.
 
     Args:
         rows: Weighted rows ``[n, r, d]`` of n draws in their order, rotated into the eigenbasis of
-            the factor: r rows (positions) each. They may be a part of those behind ``lam``.
+            the factor: r rows (positions) each; or their blocks. They may be a part of those behind
+            ``lam``.
         probabilities: Inclusion probabilities ``[n]``, one over the weights.
         lam: Eigenvalues ``[d]`` of the draw's factor.
         ridges: Ridges ``[k]``, positive.
         floor: Curvature that all directions have besides, see :func:`null_floor`.
+        linked: Which draws follow their predecessor here in the draw as well, ``[n - 1]``; all by
+            default.
 
     Returns:
         c, ``[k]``, between 1 and ``MOST_INFLATION``.
@@ -102,66 +112,48 @@ def inverse_inflation(
         >>> inverse_inflation(rows, torch.full((16,), 1e-9), lam, ridges)
         tensor([1.1429])
     """
-    if not len(rows) or not bool((lam > 0).any()):
+    if not len(probabilities) or not bool((lam > 0).any()):
         return torch.ones_like(ridges)
-    if len(ridges) > N_NODES:
-        return _interpolated(rows, probabilities, lam, ridges, floor)
-    values = [_one_ridge(rows, probabilities, lam, float(d) + floor) for d in ridges]
-    return ridges.new_tensor(values)
-
-
-def _interpolated(
-    rows: Tensor, probabilities: Tensor, lam: Tensor, ridges: Tensor, floor: float
-) -> Tensor:
-    """C at a few nodes, and linear in the logarithm of the ridge between them."""
+    rare = (1 - probabilities).clamp(min=0)
+    both = (rare[1:] > 0) & (rare[:-1] > 0)
+    both = both if linked is None else both & linked
+    leverages = Leverages(rows)
+    if len(ridges) <= N_NODES:
+        return _solved(leverages, rare, both, lam, ridges + floor)
     # Far below the least curvature and far above the largest, c no longer changes.
     top = float(lam.max())
     x = ridges.clamp(1e-12 * top, 1e3 * top).log()
     nodes = torch.linspace(float(x.min()), float(x.max()), N_NODES).to(x)
     if float(nodes[-1] - nodes[0]) < 1e-9:
-        return inverse_inflation(rows, probabilities, lam, ridges[:1], floor).expand(len(ridges))
-    largest = inverse_inflation(rows, probabilities, lam, nodes[:1].exp(), floor)
-    if float(largest) < 1 + NEGLIGIBLE:  # c falls as the ridge grows
-        return largest.expand(len(ridges))
-    values = inverse_inflation(rows, probabilities, lam, nodes.exp(), floor)
+        return _solved(leverages, rare, both, lam, ridges[:1] + floor).expand(len(ridges))
+    values = _solved(leverages, rare, both, lam, nodes.exp() + floor)
     step = nodes[1] - nodes[0]
     left = ((x - nodes[0]) / step).floor().long().clamp(0, N_NODES - 2)
     share = ((x - nodes[left]) / step).clamp(0, 1)
     return values[left] + share * (values[left + 1] - values[left])
 
 
-def _one_ridge(rows: Tensor, probabilities: Tensor, lam: Tensor, ridge: float) -> float:
-    """Solve for c at one ridge by fixed-point steps, halved while they are large."""
-    rare = (1 - probabilities).clamp(min=0)
-    drawn = rare > 0
-    both = drawn[1:] & drawn[:-1]
-    c = 1.0
+def _solved(
+    leverages: Leverages, rare: Tensor, both: Tensor, lam: Tensor, ridges: Tensor
+) -> Tensor:
+    """Solve for c at some ridges ``[k]`` by fixed-point steps, halved while they are large."""
+    c, open_ = torch.ones_like(ridges), torch.ones_like(ridges, dtype=torch.bool)
     for _ in range(60):
-        Z = rows * (c / (c * lam + ridge)).sqrt()  # whitened, [n, r, d]
-        h, squares, crosses = _leverages(Z)
+        at = c[open_, None]
+        h, squares, crosses = leverages(at / (at * lam + ridges[open_, None]))
         # of a block, the mean leverage per direction it has; of one row, the leverage itself
         mean = (squares / h.clamp(min=torch.finfo(h.dtype).tiny)).clamp(max=MOST_LEVERAGE)
-        own = (0.5 * (squares[1:] + squares[:-1]))[both].sum()
-        effect = float((1 - crosses[both].sum() / own).clamp(0, 1)) if float(own) > 0 else 1.0
-        used = float((rare * mean / (1 - mean)).mean())
-        new = min(1 + effect * used, MOST_INFLATION)
-        if abs(new - c) < 1e-5 * c:
-            return new
-        c = new if abs(new - c) < 0.1 else 0.5 * (c + new)
+        own = (0.5 * (squares[:, 1:] + squares[:, :-1]))[:, both].sum(1)
+        alike = crosses[:, both].sum(1) / own.clamp(min=torch.finfo(h.dtype).tiny)
+        effect = torch.where(own > 0, (1 - alike).clamp(0, 1), 1.0)
+        used = (rare * mean / (1 - mean)).mean(1)
+        old, new = at[:, 0], (1 + effect * used).clamp(max=MOST_INFLATION)
+        done = (new - old).abs() < 1e-5 * old
+        c[open_] = torch.where(done | ((new - old).abs() < 0.1), new, 0.5 * (old + new))
+        open_[open_.clone()] = ~done
+        if not bool(open_.any()):
+            break
     return c
-
-
-def _leverages(Z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Trace and squared norm of every block, ``[n]``, and ``tr H_i H_i+1`` of neighbours."""
-    h = Z.square().sum((1, 2))
-    if Z.shape[1] == 1:
-        rows = Z[:, 0]
-        return h, h.square(), (rows[1:] * rows[:-1]).sum(1).square()
-    if Z.shape[2] <= Z.shape[1]:
-        H = Z.mT @ Z  # [n, d, d]
-        return h, H.square().sum((1, 2)), (H[1:] * H[:-1]).sum((1, 2))
-    own = (Z @ Z.mT).square().sum((1, 2))
-    return h, own, (Z[1:] @ Z[:-1].mT).square().sum((1, 2))
 
 
 def null_floor(rows: Tensor) -> float:

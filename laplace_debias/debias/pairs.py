@@ -34,6 +34,7 @@ __all__ = [
     "pair_order",
     "pair_scores",
     "pair_vectors",
+    "pairs_of_data",
     "spread_order",
 ]
 
@@ -175,6 +176,30 @@ def draw_pairs(
     C = scores.shape[1]
     chosen = pi[certain | (hits & (pi > 0))]
     return PairDraw(picks // C, picks % C, chosen)
+
+
+def pairs_of_data(data: Tensor) -> list[Tensor]:
+    """Draws of the same datum together, so that they share its forward pass.
+
+    Args:
+        data: Positions in the pool of m draws, ``[m]``.
+
+    Returns:
+        For each number k of draws that a datum has, in ascending order, the draws of such data,
+        ``[n, k]``. Data follow each other by their first draw.
+
+    Example:
+        >>> [part.tolist() for part in pairs_of_data(torch.tensor([7, 4, 7, 5]))]
+        [[[1], [3]], [[0, 2]]]
+    """
+    _, which, counts = data.unique(return_inverse=True, return_counts=True)
+    order = which.argsort(stable=True)
+    counts = counts[which[order]]  # of the datum of each draw, draws of a datum side by side
+    found = []
+    for k in counts.unique().tolist():
+        draws = order[counts == k].reshape(-1, k)
+        found.append(draws[draws[:, 0].argsort()])
+    return found
 
 
 def pair_order(outputs: Tensor, features: Tensor, likelihood: str = "classification") -> Tensor:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.data.inputs import Batch
+from laplace_debias.data.inputs import Batch, take
 from laplace_debias.data.pool import Pool, given_scores
 from laplace_debias.data.processes import counted, from_main, processes, together
 from laplace_debias.data.roles import TrainingData
-from laplace_debias.debias.drawn import N_GROUPS, DrawnFactor, DrawnRows
+from laplace_debias.debias.drawn import DrawnFactor
+from laplace_debias.debias.drawn_rows import N_GROUPS, DrawnRows
 from laplace_debias.debias.options import AutoOptions
 from laplace_debias.debias.pairs import (
     PairDraw,
     draw_pairs,
     pair_order,
     pair_vectors,
+    pairs_of_data,
 )
 from laplace_debias.debias.pool_moments import PoolMoments
 from laplace_debias.kfac.gradient_rows import gradient_rows
@@ -177,14 +180,15 @@ class Rounds:
         group = processes()
         self._expect("pairs", len(draw) if group is None else -(-len(draw) // group.size))
         with together("its backward passes"):
-            for at, (X, y) in self.pool.fetch(draw.data):
-                vectors = partial(self._vectors, y=y, classes=draw.classes[at], numbers=first + at)
-                rows = gradient_rows(self.engine, X, vectors)
-                for factor in self.factors:
-                    weights = 1 / draw.probabilities[at]
-                    factor.add(rows[factor.key], weights, groups[at], at, first, len(draw))
+            for at, (X, y) in self._fetched(draw):
+                more = {"y": y, "classes": draw.classes[at], "numbers": first + at}
+                found = gradient_rows(self.engine, X, partial(self._vectors, **more))
+                for each, rows in zip(at, found, strict=True):
+                    weights = 1 / draw.probabilities[each]
+                    for factor in self.factors:
+                        factor.add(rows[factor.key], weights, groups[each], each, first, len(draw))
                 if self.bar is not None:
-                    self.bar.update(len(y))
+                    self.bar.update(at.numel())
         for factor in self.factors:
             factor.exchange()
             factor.close(share, growth, distinct=distinct)
@@ -195,19 +199,31 @@ class Rounds:
             self.bar.total = (self.bar.total or 0) + n_passes
             self.bar.set_description(f"[K-FAC: {phase}]", refresh=False)
 
+    def _fetched(self, draw: PairDraw) -> Iterator[tuple[Tensor, Batch]]:
+        """Data with the numbers ``[k, n]`` of their k draws each, which share a forward pass."""
+        alike = pairs_of_data(draw.data)
+        firsts = torch.cat([part[:, 0] for part in alike])
+        starts = torch.tensor([0, *(len(part) for part in alike)]).cumsum(0)
+        for part, (X, y) in self.pool.fetch(draw.data[firsts]):  # ascending
+            cuts = torch.searchsorted(part, starts).tolist()
+            for draws, first, i, j in zip(alike, starts, cuts[:-1], cuts[1:], strict=False):
+                if i < j:
+                    rows = slice(i, j)
+                    yield draws[part[rows] - first].T, (take(X, rows, self.data.key_x), y[rows])
+
     def _vectors(self, f: Tensor, y: Tensor, classes: Tensor, numbers: Tensor) -> Tensor:
-        """Backward vectors of the pairs; with scores from training, classes are drawn now."""
+        """Backward vectors ``[k, n, C]``; with scores from training, classes are drawn now."""
         engine, seed = self.engine, self.engine.draw_seed
         if self.stale is None:
-            V = pair_vectors(f, classes.to(f.device), engine.likelihood)
+            V = torch.stack([pair_vectors(f, c.to(f.device), engine.likelihood) for c in classes])
         elif seed is None:
-            V = sampled_hessian_root(f, engine.likelihood, self.options.generator)[:, :, 0]
+            V = sampled_hessian_root(f, engine.likelihood, self.options.generator)[None, :, :, 0]
         else:  # the same for a draw, whichever process makes it
-            keys = datum_keys(numbers, len(numbers), seed)
+            keys = datum_keys(numbers[0], numbers.shape[1], seed)
             own = [torch.Generator(f.device).manual_seed(key) for key in keys]
             parts = zip(f.split(1), own, strict=True)
             V = torch.cat([sampled_hessian_root(x, engine.likelihood, g) for x, g in parts])
-            V = V[:, :, 0]
+            V = V[None, :, :, 0]
         V, weights = engine.objective.whitened(V), engine.datum_weights(y, f.shape[1])
         return V if weights is None else V * weights.to(V).sqrt()[:, None]
 

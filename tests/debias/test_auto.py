@@ -61,7 +61,9 @@ def test_a_budget_is_spent_and_never_exceeded(net, n_passes):
     la = auto(net, tolerance=None, n_passes=n_passes)
     assert 0.95 * n_passes <= la.fit_cost.backward <= n_passes
     assert la.fit_report.n_passes == la.fit_cost.backward
-    assert la.fit_report.n_forward == la.fit_cost.forward == 200 + la.fit_cost.backward
+    assert la.fit_report.n_forward == la.fit_cost.forward
+    # the pool once, and then each datum of the draw once, however many of its classes are drawn
+    assert 200 + n_passes / 3 <= la.fit_cost.forward <= 200 + min(n_passes, 200)
 
 
 def test_it_is_nearer_than_a_mini_batch_of_as_many_passes(net):
@@ -81,7 +83,7 @@ def test_a_tolerance_is_reached_by_rounds_that_compute_nothing_twice(net):
     la = auto(net, tolerance=0.02)
     assert la.fit_report.distance <= 0.02
     assert posterior_distance(la, full(net), X[:50]) < 0.04
-    assert la.fit_cost.forward == 200 + la.fit_cost.backward  # the pool once, each pair once
+    assert la.fit_cost.forward <= 200 + la.fit_cost.backward  # the pool once, each pair once
     assert "tolerance" in la.fit_report.reason or "full-batch" in la.fit_report.reason
     assert len(str(la.fit_report).splitlines()) == 3
 

@@ -1,8 +1,11 @@
 """Rounds of draws: unbiased, in groups, and exact when everything was drawn."""
 
+import pytest
 import torch
 
-from laplace_debias.debias.drawn import N_GROUPS, DrawnFactor, DrawnRows, corrected_block
+from laplace_debias.debias import drawn as drawn_module
+from laplace_debias.debias.drawn import DrawnFactor, corrected_block
+from laplace_debias.debias.drawn_rows import N_GROUPS, DrawnRows
 from laplace_debias.debias.pairs import draw_pairs
 
 ROWS = torch.randn(30, 1, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -25,8 +28,10 @@ def run(sizes, generator, distinct=True):
         precision += new
         first = len(drawn.weights)
         drawn.add(draw.probabilities, groups, share, 1.0)
-        at = torch.arange(len(draw))
-        factor.add(ROWS[draw.data], 1 / draw.probabilities, groups, at, first, len(draw))
+        at = torch.randperm(len(draw), generator=generator)  # mini-batches come in any order
+        for part in at.split(5):
+            weights = 1 / draw.probabilities[part]
+            factor.add(ROWS[draw.data[part]], weights, groups[part], part, first, len(draw))
         factor.close(share, 1.0, distinct=distinct)
         scores[draw.data] = 0.0
     return factor, drawn
@@ -84,3 +89,61 @@ def test_a_corrected_block_is_larger_and_a_kronecker_product():
     assert bool((block.table >= plain.table).all())
     torch.testing.assert_close(block.lam_A[0], A[1][0], rtol=0.15, atol=0)  # its ridge is large
     assert float(block.lam_A[2] / A[1][2]) > 1.1
+
+
+@pytest.mark.parametrize("r", [3, 9])  # fewer rows than dimensions, and more: kept as blocks
+def test_blocks_of_several_rows_are_summed_and_rotated_as_their_rows(r):
+    """Sums, and leverages' blocks in the eigenbasis, against plain loops over draws."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(6, r, 4, generator=generator, dtype=torch.float64)
+    pi = torch.tensor([0.5, 1.0, 0.2, 0.25, 0.4, 0.1], dtype=torch.float64)
+    groups = torch.tensor([0, -1, 1, 2, 3, 0])
+    factor, drawn = DrawnFactor(()), DrawnRows()
+    drawn.add(pi, groups, 1.0, 1.0)
+    for part in torch.tensor([4, 0, 2, 5, 1, 3]).split(4):
+        factor.add(rows[part], 1 / pi[part], groups[part], part, 0, 6)
+    factor.close(1.0, 1.0, distinct=True)
+    dense = [x.T @ x for x in rows]
+    torch.testing.assert_close(factor.known, sum(dense))
+    for group in range(N_GROUPS):
+        counts = [1.0 if g < 0 else N_GROUPS * float(g == group) for g in groups]
+        total = sum(k * G / p for k, G, p in zip(counts, dense, pi, strict=True))
+        torch.testing.assert_close(factor.sums[group], total)
+    spectrum = factor.spectrum(drawn, (0, 1), 3.0)
+    assert spectrum.probabilities.tolist() == pytest.approx([1 / 12, 1 / 3, 1 / 30, 1 / 60])
+    kept = spectrum.rows.mT @ spectrum.rows if r == 3 else spectrum.rows.G
+    for G, i, weight in zip(kept, (0, 1, 2, 5), (12, 3, 30, 60), strict=True):
+        torch.testing.assert_close(G, weight * spectrum.Q.T @ dense[i] @ spectrum.Q)
+    assert spectrum.linked.tolist() == [True, True, True]
+
+
+def test_a_part_of_the_draws_is_kept_in_runs_of_neighbours(monkeypatch):
+    monkeypatch.setattr(drawn_module, "MOST_NUMBERS", 24 * 4)
+    rows = torch.randn(200, 1, 4, dtype=torch.float64)
+    factor, drawn = DrawnFactor(()), DrawnRows()
+    groups = torch.arange(200) % N_GROUPS
+    drawn.add(torch.full((200,), 0.1, dtype=torch.float64), groups, 1.0, 1.0)
+    factor.add(rows, torch.full((200,), 10.0), groups, torch.arange(200), 0, 200)
+    factor.close(1.0, 1.0, distinct=True)
+    at = factor.rows[0][1]
+    assert len(at) == 24 and bool((at.view(3, 8).diff(dim=1) == 1).all())
+    linked = factor.spectrum(drawn, (0, 2), 1.0).linked  # half of each run
+    assert linked.tolist() == [True] * 3 + [False] + [True] * 3 + [False] + [True] * 3
+    torch.testing.assert_close(factor.known, rows[:, 0].T @ rows[:, 0])  # sums see all
+
+
+def test_sequences_of_different_lengths_have_rows_of_zeros():
+    """As rows padded by hand."""
+    generator = torch.Generator().manual_seed(0)
+    long, short = (torch.randn(3, r, 6, generator=generator, dtype=torch.float64) for r in (3, 2))
+    padded = torch.cat([short, torch.zeros(3, 1, 6, dtype=torch.float64)], 1)
+    pi, groups = torch.full((6,), 0.2, dtype=torch.float64), torch.arange(6) % N_GROUPS
+    found = []
+    for other in (short, padded):
+        factor, drawn = DrawnFactor(()), DrawnRows()
+        drawn.add(pi, groups, 1.0, 1.0)
+        for rows, at in ((long, torch.arange(3)), (other, torch.arange(3, 6))):
+            factor.add(rows, 1 / pi[at], groups[at], at, 0, 6)
+        factor.close(1.0, 1.0, distinct=True)
+        found.append(corrected_block(factor.spectrum(drawn, range(4), 1.0), None, 1e-3).lam_B)
+    torch.testing.assert_close(*found)

@@ -9,6 +9,7 @@ from laplace_debias.debias.pairs import (
     pair_order,
     pair_scores,
     pair_vectors,
+    pairs_of_data,
     spread_order,
 )
 
@@ -122,3 +123,13 @@ def test_pairs_that_tell_the_same_classes_apart_are_neighbours():
     order = pair_order(f, f).tolist()
     places = [order.index(0 * 3 + 1), order.index(1 * 3 + 0), order.index(2 * 3 + 1)]  # {0, 1}
     assert max(places) - min(places) == 2
+
+
+def test_draws_of_a_datum_are_found_together():
+    data = torch.randint(20, (60,), generator=torch.Generator().manual_seed(0))
+    parts = pairs_of_data(data)
+    assert sorted(torch.cat([part.flatten() for part in parts]).tolist()) == list(range(60))
+    for part in parts:
+        assert bool((data[part] == data[part[:, :1]]).all())
+        assert all(int((data == data[row[0]]).sum()) == part.shape[1] for row in part)
+        assert bool((part[:, 0].diff() > 0).all())

@@ -111,6 +111,17 @@ def test_no_pair_is_propagated_twice_and_all_of_them_are_the_full_batch():
     assert rounds.engine.cost.backward == 180
 
 
+def test_pairs_of_a_datum_share_its_forward_pass():
+    rounds = rounds_of(torch.Generator().manual_seed(0))
+    rounds.grow(60)
+    assert rounds.engine.cost.forward == 60
+    rounds.draw(100)
+    n_data, n_pairs = int(rounds._taken.any(1).sum()), int(rounds._taken.sum())
+    assert n_data < n_pairs  # some data have several pairs
+    assert rounds.engine.cost.forward == 60 + n_data
+    assert rounds.engine.cost.backward == n_pairs
+
+
 @pytest.mark.parametrize(
     ("scores", "words"), [(torch.ones(5), "for each of the 60"), (-torch.ones(60), "non-negative")]
 )

@@ -23,10 +23,12 @@ def test_all_pairs_make_the_exact_factors(approx, likelihood):
     engine = Engine(net, likelihood, kfac_approx=approx)
     X = torch.randn(5, 1, 4, 4, dtype=torch.float64)
     exact = engine.factors(X)
-    total = {}
-    for c in range(3):
-        classes = torch.full((5,), c)
-        rows = gradient_rows(engine, X, lambda f, y=classes: pair_vectors(f, y, likelihood))
+    total, all_classes = {}, torch.arange(3)[:, None].expand(3, 5)
+
+    def vectors(f):
+        return torch.stack([pair_vectors(f, classes, likelihood) for classes in all_classes])
+
+    for rows in gradient_rows(engine, X, vectors):
         for layers, g in rows.items():
             flat = g.flatten(0, 1)
             total[layers] = total.get(layers, 0) + flat.T @ flat
@@ -37,8 +39,11 @@ def test_all_pairs_make_the_exact_factors(approx, likelihood):
 def test_passes_are_counted_and_the_network_is_left_as_it_was():
     net = convolutional().train()
     engine = Engine(net, "classification")
-    gradient_rows(engine, torch.randn(4, 1, 4, 4, dtype=torch.float64), torch.ones_like)
-    assert (engine.cost.forward, engine.cost.backward) == (4, 4)
+    X = torch.randn(4, 1, 4, 4, dtype=torch.float64)
+    found = gradient_rows(engine, X, lambda f: torch.ones(2, *f.shape))
+    assert (engine.cost.forward, engine.cost.backward) == (4, 0)
+    assert len(list(found)) == 2
+    assert (engine.cost.forward, engine.cost.backward) == (4, 8)  # vectors share their forward pass
     assert net.training
     assert not any(module._forward_hooks for module in net.modules())
     assert all(p.grad is None for p in net.parameters())
@@ -59,4 +64,4 @@ class Merged(nn.Module):
 
 def test_data_merged_with_positions_are_refused():
     with pytest.raises(ValueError, match="first dimension"):
-        gradient_rows(Engine(Merged(), "regression"), torch.randn(3, 5, 2), torch.ones_like)
+        list(gradient_rows(Engine(Merged(), "regression"), torch.randn(3, 5, 2), lambda f: f[None]))
