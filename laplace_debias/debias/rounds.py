@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.data.inputs import Batch, take
+from laplace_debias.data.inputs import Batch, Inputs, take
 from laplace_debias.data.pool import Pool, given_scores
 from laplace_debias.data.processes import counted, from_main, processes, together
 from laplace_debias.data.roles import TrainingData
@@ -180,7 +180,7 @@ class Rounds:
         group = processes()
         self._expect("pairs", len(draw) if group is None else -(-len(draw) // group.size))
         with together("its backward passes"):
-            for at, (X, y) in self._fetched(draw):
+            for at, X, y in self._pieces(draw):
                 more = {"y": y, "classes": draw.classes[at], "numbers": first + at}
                 found = gradient_rows(self.engine, X, partial(self._vectors, **more))
                 for each, rows in zip(at, found, strict=True):
@@ -198,6 +198,14 @@ class Rounds:
         if self.bar is not None and n_passes > 0:
             self.bar.total = (self.bar.total or 0) + n_passes
             self.bar.set_description(f"[K-FAC: {phase}]", refresh=False)
+
+    def _pieces(self, draw: PairDraw) -> Iterator[tuple[Tensor, Inputs, Tensor]]:
+        """The same in pieces of what one pass may take; rows are kept of all layers at once."""
+        for at, (X, y) in self._fetched(draw):
+            most = len(y) if self.engine.chunk is None else max(1, self.engine.chunk // 2)
+            for start in range(0, len(y), most):
+                rows = slice(start, min(start + most, len(y)))
+                yield at[:, rows], take(X, rows, self.data.key_x), y[rows]
 
     def _fetched(self, draw: PairDraw) -> Iterator[tuple[Tensor, Batch]]:
         """Data with the numbers ``[k, n]`` of their k draws each, which share a forward pass."""
