@@ -22,6 +22,7 @@ ALLOWED = {
     "data/pool.py:segments": "positions in a map-style data set, before the first pass",
     "debias/certificate.py:estimated_distance": "once per round, a few probes",
     "debias/sampling.py:distinct": "positions in a map-style data set, once per fit",
+    "debias/drawn.py:add": "which data were drawn, once per round",
     "debias/drawn_rows.py:add": "which data were drawn, once per round",
     "debias/folds.py:isotonic": "SciPy's isotonic regression, once per factor",
     "debias/pairs.py:pairs_of_data": "which draws share a datum, once per round",

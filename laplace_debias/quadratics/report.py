@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from laplace_debias.data.chunks import Chunk, gather, partition
-from laplace_debias.data.loaders import bar
+from laplace_debias.data.loaders import DELAY
 from laplace_debias.debias.expected_bias import ExpectedBias
 from laplace_debias.quadratics.directions import top_eigenvectors
 from laplace_debias.quadratics.expected import expected_by_size
@@ -251,7 +252,10 @@ def curvature_bias_report(
         }
 
     curvatures: dict[str, list[Tensor]] = {name: [] for name in names}
-    with bar(title="bias", total=len(batch_sizes) * draws, shown=progress_bar) as shown:
+    hidden = None if progress_bar is None else not progress_bar  # None: not on a terminal
+    delay = DELAY if progress_bar is None else 0
+    n_cells = len(batch_sizes) * draws
+    with tqdm(total=n_cells, desc="bias", disable=hidden, delay=delay) as shown:
         for size, draw in itertools.product(batch_sizes, range(draws)):
             measured = study.get(f"size {size} draw {draw}", partial(measure, size, draw))
             for name in names:
