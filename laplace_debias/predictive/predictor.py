@@ -212,7 +212,7 @@ class StructuredPredictor:
         return self._result(f, moments, "top")
 
     def chosen_method(self, x: Inputs, n_samples: int, diagonal_output: bool) -> str:
-        """The way that ``method="auto"`` takes (:func:`~laplace_debias.predictive.predictions.cheapest_method`).
+        """The way that ``method="auto"`` takes, by :func:`cheapest_method`.
 
         A last layer's closed form is always exact: it needs no pass at all.
         """
