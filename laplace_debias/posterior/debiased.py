@@ -309,7 +309,9 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             check_same_model(self.model)
         past, kept = None if override else self._fitted, None
         with torch.inference_mode(False), self._engine() as (engine, cast, check):
-            checks = within_budget(engine, memory_budget, row_keys(self), check, self.verify)
+            checks = check if self.verify else None
+            if memory_budget is not None:
+                checks = within_budget(engine, memory_budget, row_keys(self), check, self.verify)
             data = TrainingData(
                 train_loader,
                 curvature_loader,
