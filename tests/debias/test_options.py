@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from laplace_debias import Laplace
-from laplace_debias.debias.options import CrossfitOptions, even_parts
+from laplace_debias.debias.options import AutoOptions, CrossfitOptions, even_parts, method_options
 from tests.cases import MLP
 
 
@@ -52,3 +52,10 @@ def test_even_parts(n, k):
     parts = even_parts(n, k)
     assert len(parts) == k and sum(parts) == n and max(parts) - min(parts) <= 1
     assert parts == sorted(parts, reverse=True)
+
+
+def test_options_of_another_method_are_told_where_they_belong():
+    for kind, word in ((AutoOptions, "auto"), (CrossfitOptions, "crossfit")):
+        given = dict.fromkeys(kind.names())  # all that it has
+        with pytest.raises(ValueError, match=f"with .*debias='{word}'.* only, got debias=True"):
+            method_options(True, given, None)
