@@ -264,6 +264,7 @@ class Engine(EngineInterface):
                 retain_graph=k + 1 < n_vectors,
                 allow_unused=True,  # None: the output does not depend on the layer
             )
+            self.cost.tick(len(f) / n_vectors)
             found: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self.layers}
             of_call: dict[nn.Module, list[Tensor | None]] = {layer: [] for layer in self.layers}
             for call, g in zip(calls, gradients, strict=True):
