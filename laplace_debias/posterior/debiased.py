@@ -187,7 +187,9 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         self.kfac_approx, self.sampler, self.generator = kfac_approx, sampler, generator
         self.options = method_options(self.debias, kwargs, generator)
         kind = likelihood_name(likelihood)
-        ratios, kwargs["sigma_noise"] = noise_ratios(kwargs.get("sigma_noise", 1.0))
+        ratios, common = noise_ratios(kwargs.get("sigma_noise", 1.0))
+        if ratios is not None:
+            kwargs["sigma_noise"] = common
         self.objective = objective_of(kind, class_weights, label_smoothing, ratios, ignore_index)
         check_objective(self.objective, self.debias)
         foreign = None if issubclass(backend or HookGGN, HookInterface) else backend
@@ -309,7 +311,9 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             check_same_model(self.model)
         past, kept = None if override else self._fitted, None
         with torch.inference_mode(False), self._engine() as (engine, cast, check):
-            checks = within_budget(engine, memory_budget, row_keys(self), check, self.verify)
+            checks = check if self.verify else None
+            if memory_budget is not None:
+                checks = within_budget(engine, memory_budget, row_keys(self), check, self.verify)
             data = TrainingData(
                 train_loader,
                 curvature_loader,
