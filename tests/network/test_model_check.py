@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from laplace_debias import Laplace, check_model
-from tests.live_bytes import LiveBytes
+from laplace_debias.network.live_bytes import LiveBytes
 
 
 def test_the_report_tells_shares():
