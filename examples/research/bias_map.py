@@ -5,6 +5,7 @@ mini-batch is compared with the same factor of all training data outside it, and
 with that of the whole training set::
 
     python -m examples.research.bias_map
+    python -m examples.research.bias_map --folder DATA
 
 prints how well ``laplace_debias.debias.expected_bias`` foretells the over-estimation, and draws the
 map. Curvatures are compared as shares of their factor's trace, because the trace itself is
@@ -23,6 +24,11 @@ tried on four further trainings: all of their 451 factors with rows enough are w
 A single mini-batch's prediction is within 1.5 of the mean over-estimation in 97 % of these (88 % of
 all 585 factors there, with labels drawn from the softmax 71 %).
 
+With ``--folder DATA`` (``cifar-10-batches-py`` in it) three networks of other data and kinds
+are added: a patch transformer and a WRN-10-1 on 2,000 images of CIFAR-10, and a tanh MLP on the
+breast cancer data. All of their 372 factors with rows enough are within 0.91 to 1.26, 98 % of their
+single mini-batches' predictions within 1.5.
+
 What the map says: the number of rows over the dimension hardly tells the bias, the effective
 number of rows over the effective dimension does. Input factors are 1.4 times too large at most,
 output factors up to nine times. Where the weakest factor has fewer than three effective rows per
@@ -36,7 +42,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -75,6 +81,7 @@ class Network:
     use: str
     train_size: int | None = None
     largest: int = 256  # mini-batch
+    fishers: tuple[str, ...] = ("exact", "sampled", "label", "empirical")
 
     @property
     def needs_folder(self) -> bool:
@@ -95,7 +102,7 @@ NETWORKS = {
     "CNN, seed 2": Network("digits", 2, LAST),
     "MLP, cancer": Network("cancer-mlp", 0, OTHER),
     "tokens, CIFAR": Network("cifar10-tokens", 0, OTHER, 2000),
-    "ResNet, CIFAR": Network("cifar10-wrn", 0, OTHER, 2000, 64),
+    "ResNet, CIFAR": Network("cifar10-wrn", 0, OTHER, 2000, 64, ("exact",)),
 }
 FISHERS = {  # name: fisher, sampler, what it is an estimate of
     "exact": ("exact", "trace", "exact"),
@@ -143,14 +150,35 @@ def factors_of(
     )
 
 
-class ExactFactors:
-    """Factors that several cells need, computed once: of all data, and B of mini-batches."""
+class Source:
+    """A network, trained when it is needed, and exact factors that several cells need.
 
-    def __init__(self, problem: Problem) -> None:
+    Args:
+        network: Which one, or a problem that is there already.
+        epochs: Of its training; its own by default.
+        folder: Where CIFAR-10 lies.
+    """
+
+    def __init__(
+        self, network: Network | Problem, epochs: int | None = None, folder: Path | None = None
+    ) -> None:
         """Nothing is computed yet."""
-        self.problem = problem
+        self._network, self._epochs, self._folder = network, epochs, folder
         self._full: dict[tuple[str, str], Factors] = {}
         self._outputs: dict[tuple, list[Tensor]] = {}
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The trained network and its data."""
+        if isinstance(self._network, Problem):
+            return self._network
+        return trained_problem(
+            self._network.problem,
+            self._epochs,
+            seed=self._network.seed,
+            folder=self._folder,
+            train_size=self._network.train_size,
+        )
 
     def full(self, approx: str, fisher: str) -> Factors:
         """The factors of all training data."""
@@ -171,18 +199,10 @@ class ExactFactors:
         self._outputs[(approx, *rows.tolist())] = B
 
 
-def factor_cell(
-    problem: Problem,
-    approx: str,
-    fisher: str,
-    m: int,
-    draws: int,
-    exact: ExactFactors | None = None,
-) -> list[dict]:
+def factor_cell(source: Source, approx: str, fisher: str, m: int, draws: int) -> list[dict]:
     """Over-estimation and its prediction for every factor, as lists over the draws."""
     kind, sampler, target = FISHERS[fisher]
-    exact = exact or ExactFactors(problem)
-    full = exact.full(approx, target)
+    problem, full = source.problem, source.full(approx, target)
     found: dict[tuple[str, str], dict] = {}
     for draw in range(draws):
         generator = torch.Generator().manual_seed(1000 * m + draw)
@@ -190,8 +210,8 @@ def factor_cell(
         options = {"generator": generator, "count_rows": True}
         batch = factors_of(problem, rows, approx, kind, sampler, **options)
         if fisher == "exact":
-            exact.keep(approx, rows, batch.B)
-        same_B = batch.B if kind == target else exact.outputs(approx, rows)
+            source.keep(approx, rows, batch.B)
+        same_B = batch.B if kind == target else source.outputs(approx, rows)
         for entry in expected_bias(batch).factors:
             if entry.factor == "A" and fisher != "exact":
                 continue  # the same for all Fishers
@@ -293,7 +313,7 @@ def auto_posterior(problem: Problem, approx: str, n_passes: int, generator: torc
 
 
 def posterior_cell(
-    problem: Problem, store: CellStore, approx: str, fisher: str, m: int, sizes: Sizes
+    source: Source, store: CellStore, approx: str, fisher: str, m: int, sizes: Sizes
 ) -> dict[str, float]:
     """Mean distance of each method to the full batch, over draws, test inputs and logits.
 
@@ -303,10 +323,12 @@ def posterior_cell(
     methods = [name for name in METHODS if name != "auto" or target == "exact"]
 
     def full_batch() -> Tensor:
+        problem = source.problem
         la = posterior(problem, approx, target, "single", [(problem.x, problem.y)])
         return deviations(problem, la, sizes.n_test)
 
     def measure() -> dict[str, float]:
+        problem = source.problem
         reference = store.get(f"reference {approx} {target}", full_batch)
         distances = dict.fromkeys(methods, 0.0)
         n_vectors = reference.shape[1] - 1 if fisher == "exact" else 1
@@ -348,24 +370,17 @@ def run(
     posteriors: list[dict] = []
     for network in tqdm(networks):
         chosen = NETWORKS[network]
-        problem = trained_problem(
-            chosen.problem,
-            sizes.epochs,
-            seed=chosen.seed,
-            folder=cifar10,
-            train_size=chosen.train_size,
-        )
-        exact = ExactFactors(problem)
+        source = Source(chosen, sizes.epochs, cifar10)
         config = {"network": network, **vars(sizes)}
         del config["batch_sizes"]  # cells of other sizes are welcome
         store = CellStore(None if output is None else output / network, config)
-        for fisher in FISHERS:
+        for fisher in chosen.fishers:
             for m in [m for m in sizes.batch_sizes if m <= chosen.largest]:
                 label = {"network": network, "use": chosen.use, "fisher": fisher, "m": m}
                 measured = {
                     approx: store.get(
                         f"factors {approx} {fisher} {m}",
-                        partial(factor_cell, problem, approx, fisher, m, sizes.draws, exact),
+                        partial(factor_cell, source, approx, fisher, m, sizes.draws),
                     )
                     for approx in approximations(network)
                     if approx != "backpack"
@@ -373,7 +388,7 @@ def run(
                 rows = [{"approx": a, **label, **row} for a in measured for row in measured[a]]
                 factors += distinct(rows)
                 for approx in approximations(network) if network in WITH_POSTERIORS else ():
-                    distances = posterior_cell(problem, store, approx, fisher, m, sizes)
+                    distances = posterior_cell(source, store, approx, fisher, m, sizes)
                     parts = ("reduce", "expand") if approx == "backpack" else (approx, approx)
                     behind = [
                         row

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace_debias.data.inputs import Batch, concatenate, size_of, take
+from laplace_debias.data.inputs import Batch, Inputs, Keys, concatenate, size_of, take
 
-__all__ = ["Chunk", "Chunks", "gather", "partition"]
+__all__ = ["Chunk", "Chunks", "gather", "in_pieces", "partition"]
 
 Chunk = Batch
 """Inputs and targets of the data that go through the model at once."""
@@ -135,3 +136,29 @@ def gather(data: Chunk | Iterable[Chunk]) -> Chunk:
     """
     chunks = list(Chunks(data))
     return concatenate([X for X, _ in chunks]), torch.cat([y for _, y in chunks])
+
+
+def in_pieces(
+    x: Inputs, targets: Any, weights: Tensor | None, key: Keys, n: int, most: int
+) -> Iterator[tuple[Inputs, Any, Tensor | None]]:
+    """Cut n data into pieces of at most so many.
+
+    Args:
+        x: Inputs of n data.
+        targets: Their targets, or ``None``.
+        weights: Their weights, or ``None``.
+        key: See :func:`take`.
+        n: Number of data.
+        most: Size of the pieces.
+
+    Yields:
+        Inputs, targets and weights of a piece.
+
+    Example:
+        >>> [len(x) for x, _, _ in in_pieces(torch.ones(5, 1), None, None, "x", 5, 2)]
+        [2, 2, 1]
+    """
+    for start in range(0, n, most):
+        at = slice(start, min(start + most, n))
+        y, w = (part if part is None else part[at] for part in (targets, weights))
+        yield take(x, at, key), y, w

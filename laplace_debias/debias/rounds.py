@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace_debias.data.inputs import Batch, take
+from laplace_debias.data.inputs import Batch, Inputs, take
 from laplace_debias.data.pool import Pool, given_scores
 from laplace_debias.data.processes import counted, from_main, processes, together
 from laplace_debias.data.roles import TrainingData
@@ -175,7 +175,7 @@ class Rounds:
         distinct = self.stale is None
         self.drawn.add(draw.probabilities, groups, share, growth, distinct=distinct)
         with together("its backward passes"):
-            for at, (X, y) in self._fetched(draw):
+            for at, X, y in self._pieces(draw):
                 more = {"y": y, "classes": draw.classes[at], "numbers": first + at}
                 found = gradient_rows(self.engine, X, partial(self._vectors, **more))
                 for each, rows in zip(at, found, strict=True):
@@ -187,6 +187,14 @@ class Rounds:
         for factor in self.factors:
             factor.exchange()
             factor.close(share, growth, distinct=distinct)
+
+    def _pieces(self, draw: PairDraw) -> Iterator[tuple[Tensor, Inputs, Tensor]]:
+        """The same in pieces of what one pass may take; rows are kept of all layers at once."""
+        for at, (X, y) in self._fetched(draw):
+            most = len(y) if self.engine.chunk is None else max(1, self.engine.chunk // 2)
+            for start in range(0, len(y), most):
+                rows = slice(start, min(start + most, len(y)))
+                yield at[:, rows], take(X, rows, self.data.key_x), y[rows]
 
     def _fetched(self, draw: PairDraw) -> Iterator[tuple[Tensor, Batch]]:
         """Data with the numbers ``[k, n]`` of their k draws each, which share a forward pass."""

@@ -17,11 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
+from operator import add
 
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs
+from laplace_debias.data.chunks import in_pieces
+from laplace_debias.data.inputs import Inputs, size_of
 from laplace_debias.data.targets import WeightedTargets, apart, check_targets
 from laplace_debias.kfac.factors import Block, Factors
 from laplace_debias.kfac.few_rows import KFACApprox, as_matrix, total_of
@@ -45,10 +48,7 @@ from laplace_debias.network.ownership import OwnedParameter
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import Recorder, check_outputs
 from laplace_debias.network.responses import normalised
-from laplace_debias.network.vectors import (
-    Fisher,
-    Sampler,
-)
+from laplace_debias.network.vectors import Fisher, Sampler
 
 __all__ = ["Engine", "kfac_factors"]
 
@@ -79,6 +79,11 @@ class Engine(EngineInterface):
         few_rows: bool = False,
     ) -> Factors:
         """See :meth:`EngineInterface.factors`."""
+        if self.chunk is not None and (n := size_of(X, self.key)) > self.chunk:
+            again = partial(self.factors, inputs=inputs, outputs=outputs, rows_from=rows_from)
+            again = partial(again, count_rows=count_rows, along=along, few_rows=few_rows)
+            pieces = in_pieces(X, targets, weights, self.key, n, self.chunk)
+            return reduce(add, (again(*piece) for piece in pieces))
         y, own = apart(targets)
         if own is not None:
             weights = own if weights is None else own * weights

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs, tensors_of
+from laplace_debias.data.inputs import Inputs, Keys, tensors_of
 from laplace_debias.data.targets import WeightedTargets
 from laplace_debias.kfac.counts import FitCost
 from laplace_debias.kfac.factors import Block, Factors
@@ -76,6 +76,8 @@ class EngineInterface:
             them from the generator: whichever process has a datum draws the same for it.
         first_output: What the first datum to come gives by itself, ``[1, C]``, if that is known:
             its mini-batch must give the same.
+        chunk: Most data of one pass; larger mini-batches are passed in pieces, and summed.
+        key: Which entries of inputs that are mappings run over the data, for the pieces.
 
     Raises:
         ValueError: If the model has no trainable parameter, K-FAC cannot represent one, or an
@@ -97,6 +99,8 @@ class EngineInterface:
     reached: set[str] = field(default_factory=set)
     draw_seed: int | None = None
     first_output: Tensor | None = None
+    chunk: int | None = None
+    key: Keys = "input_ids"
 
     def __post_init__(self) -> None:
         """Look up who owns the parameters."""

@@ -49,15 +49,15 @@ class ModelCheck:
         return self.data is None and all(x.status != "not supported" for x in self.layers)
 
     def __str__(self) -> str:
-        """A table, one line per parameter, and a summary."""
+        """A table, one line per parameter with the memory of its factors, and a summary."""
         wide = max(len("parameter"), *(len(layer.name) for layer in self.layers))
         kinds = max(len("layer"), *(len(layer.kind) for layer in self.layers))
-        lines = [f"{'parameter':<{wide}}  {'layer':<{kinds}}  {'entries':>9}  status"]
+        lines = [f"{'parameter':<{wide}}  {'layer':<{kinds}}  {'entries':>9}  {'MiB':>7}  status"]
         for layer in self.layers:
             note = f": {layer.note}" if layer.note else ""
             lines.append(
                 f"{layer.name:<{wide}}  {layer.kind:<{kinds}}  {layer.n_parameters:>9,}  "
-                f"{layer.status}{note}"
+                f"{layer.factor_bytes / 2**20:>7.1f}  {layer.status}{note}"
             )
         lines += [] if self.data is None else [f"data: {self.data}"]
         lines.append(
@@ -100,11 +100,11 @@ def check_model(
         >>> check.supported, check.share
         (True, 1.0)
         >>> print(check)
-        parameter  layer     entries  status
-        0.weight   Linear         12  exact
-        0.bias     Linear          4  exact
-        2.weight   Linear          8  exact
-        2.bias     Linear          2  exact
+        parameter  layer     entries      MiB  status
+        0.weight   Linear         12      0.0  exact
+        0.bias     Linear          4      0.0  exact
+        2.weight   Linear          8      0.0  exact
+        2.bias     Linear          2      0.0  exact
         100.0% of the parameters covered; for 5 data a fit needs about ... MiB, a prediction ... MiB
     """
     likelihood_name(likelihood)

@@ -77,6 +77,12 @@ class OwnedParameter(NamedTuple):
             return self.original
         return self.layers[0].get_parameter(self.role)
 
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """Dimensions of its Kronecker factors: of B, and for a weight of A."""
+        p = self.tensor
+        return (p.numel(),) if self.has_one_factor or p.ndim < 2 else (len(p), p[0].numel())
+
     def effective_step(self, step: Tensor) -> Tensor:
         """The step of what the layer computes with, given that of the parameter."""
         if self.original is None:

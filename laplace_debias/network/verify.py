@@ -48,6 +48,7 @@ class LayerCheck:
             Jacobian, so that K-FAC's only step is to average the two apart. ``"approximated"``:
             several rows per datum, which K-FAC sums as ``note`` says. ``"not supported"``: refused.
         note: How it is approximated, or why it is not supported and what to do.
+        factor_bytes: Memory of its Kronecker factors.
     """
 
     name: str
@@ -55,6 +56,7 @@ class LayerCheck:
     n_parameters: int
     status: Status
     note: str = ""
+    factor_bytes: int = 0
 
 
 def check_parameters(
@@ -84,7 +86,8 @@ def check_parameters(
     found = []
     for p in owned:
         kind, size = type(p.layers[0]).__name__, p.tensor.numel()
-        found.append(LayerCheck(p.name, kind, size, *_status(p, rows, few)))
+        taken = sum(d**2 for d in p.sides) * max(p.tensor.element_size(), 4)
+        found.append(LayerCheck(p.name, kind, size, *_status(p, rows, few), taken))
     return found, rows
 
 

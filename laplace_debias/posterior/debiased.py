@@ -45,6 +45,7 @@ from laplace_debias.evaluation.grid_search import Loss, gridsearch_prior_precisi
 from laplace_debias.evaluation.tuning import check_logit_temperature, tune
 from laplace_debias.evaluation.tuning_result import TuningResult
 from laplace_debias.kfac.backend import HookEF, HookGGN, HookInterface, choose_backend
+from laplace_debias.kfac.budget import within_budget
 from laplace_debias.kfac.counts import FitCost, FitReport, report_of
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.few_rows import KFACApprox
@@ -81,6 +82,7 @@ from laplace_debias.network.verify import verify_layers
 from laplace_debias.posterior.options import (
     check_backend,
     check_objective,
+    check_parameters,
     check_prior_precision,
     check_scales,
     chosen_fisher,
@@ -89,7 +91,7 @@ from laplace_debias.posterior.options import (
 )
 from laplace_debias.posterior.resuming import check_resumable, fit_checkpoint
 from laplace_debias.posterior.several import agreed_seed, check_same_model, cost_of_all
-from laplace_debias.posterior.state import check_parameters, load_state, save_state
+from laplace_debias.posterior.state import load_state, save_state
 from laplace_debias.predictive.links import (
     check_n_samples,
     mean_label_log_probabilities,
@@ -244,6 +246,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         n_data: int | None = None,
         checkpoint: str | Path | None = None,
         checkpoint_seconds: float = 60.0,
+        memory_budget: int | None = None,
     ) -> None:
         r"""Fit the posterior on the mini-batches of one or two loaders.
 
@@ -261,12 +264,11 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         with :math:`K_1, K_2` the K-FAC matrices of both roles, scaled by N / M. The loss that
         enters ``log_marginal_likelihood`` is scaled in the same way.
 
-        Under an initialised ``torch.distributed`` process group all processes call ``fit``, each
-        with a loader of its share of the data, and end with the same posterior of all shares.
+        Under a ``torch.distributed`` process group all processes call ``fit``, each with a loader
+        of its share of the data, and end with the same posterior of all shares.
 
-        The model is left as it was (laplace-torch's attribute ``output_size`` is set on it); if
-        anything raises, this object is left as it was, too. Afterwards ``fit_cost`` tells the
-        passes and seconds spent, and ``fit_report`` in words.
+        The model is left as it was (but for laplace-torch's ``output_size``), and if anything
+        raises, this object, too. ``fit_cost`` tells passes and seconds, ``fit_report`` in words.
 
         Args:
             train_loader: A loader of mini-batches ``(X, y)`` or mappings, any iterable of them, or
@@ -275,12 +277,14 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 added to those of earlier fits, each with its own N, and decomposed again (all
                 weights only). With ``debias=True`` the earlier fits have to be made with ``False``
                 as well: only then the factors of the curvatures are formed and kept.
-            progress_bar: Whether to show one, advanced by mini-batches.
+            progress_bar: Whether to show one.
             curvature_loader: The data for the curvatures.
             n_data: N, by default ``len(train_loader.dataset)``.
-            checkpoint: A file in which to keep what was done so far; the same call goes on from
-                there if it was interrupted, and ends with the same bits. It is removed at the end.
+            checkpoint: A file for what was done so far; the same call goes on from there after an
+                interruption, and ends with the same bits. It is removed at the end.
             checkpoint_seconds: How often to write it.
+            memory_budget: Bytes that the fit may add to what is there: mini-batches are passed in
+                pieces then; one that cannot hold the factors is refused.
 
         Raises:
             ValueError: If the loaders, targets or inputs do not fit; see the messages.
@@ -305,6 +309,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             check_same_model(self.model)
         past, kept = None if override else self._fitted, None
         with torch.inference_mode(False), self._engine() as (engine, cast, check):
+            checks = within_budget(engine, memory_budget, row_keys(self), check, self.verify)
             data = TrainingData(
                 train_loader,
                 curvature_loader,
@@ -313,7 +318,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 row_keys(self),
                 self.dict_key_y,
                 cast,
-                check if self.verify else None,
+                checks,
                 self.dict_key_w,
             )
             if several and isinstance(engine, Engine):
@@ -351,11 +356,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
     ) -> Iterator[tuple[FactorEngine, Callable[[Any], Any], Callable[[Inputs], None]]]:
         """Our engine or one of laplace-torch's backends, what casts and what checks its inputs."""
         backend, backend_kwargs, kron_kwargs = backend_of(self)
-        backend_kwargs = {
-            "dict_key_x": self.dict_key_x,
-            "dict_key_y": self.dict_key_y,
-            **backend_kwargs,
-        }
+        keys = {"dict_key_x": self.dict_key_x, "dict_key_y": self.dict_key_y}
+        backend_kwargs = keys | backend_kwargs
         last = is_last_layer(self)
         with computing_model(self.model, last) as (model, cast):
             if self._chosen is not None:

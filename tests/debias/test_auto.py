@@ -8,6 +8,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import CurvatureRecorder, Laplace, posterior_distance
+from laplace_debias.debias import auto as module
+from laplace_debias.debias.drawn_rows import DrawnRows
+from laplace_debias.debias.rounds import Rounds
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(200, 4, generator=GENERATOR, dtype=torch.float64)
@@ -312,3 +315,50 @@ def test_it_does_not_add_to_earlier_fits(net):
 def test_other_methods_report_their_cost(net):
     report = full(net).fit_report
     assert report.distance is None and report.n_passes == 400 and "not estimated" in str(report)
+
+
+def test_splits_are_the_three_ways_to_halve_four_groups():
+    halves = {frozenset(map(frozenset, split)) for split in module.SPLITS}
+    expected = {frozenset(map(frozenset, ((p, q), {0, 1, 2, 3} - {p, q}))) for p, q in
+                ((0, 1), (0, 2), (0, 3))}  # fmt: skip
+    assert halves == expected and len(module.SPLITS) == 3
+
+
+def test_what_is_left_of_the_full_batch_is_not_cut_into_two_rounds(net, monkeypatch):
+    """A round that would leave no more than it takes takes all."""
+    rounds, plain = [], Rounds.draw
+
+    def draw(self, m):
+        rounds.append((self.n_left(), m, self.whole))
+        return plain(self, m)
+
+    monkeypatch.setattr(Rounds, "draw", draw)
+    auto(net, tolerance=1e-9)
+    whole = [(left, m) for left, m, of_all in rounds if of_all]
+    assert all(m >= left or left > 2 * m for left, m in whole)
+    assert rounds[-1][1] == rounds[-1][0]
+    assert any(m > 1.2 * (left / 2) and m == left for left, m in whole)
+
+
+@pytest.mark.parametrize("stale", [True, False])
+def test_halves_show_the_noise_of_the_whole(net, monkeypatch, stale):
+    """Half their difference, over three splits; with old scores nothing is certain or rare."""
+    values, seen, plain = [], [], module.log_deviations
+
+    def log_deviations(*arguments):
+        values.append(plain(*arguments))
+        return values[-1]
+
+    def estimated_distance(errors, bias):
+        seen.append(errors)
+        return 0.5, 0.1
+
+    monkeypatch.setattr(module, "log_deviations", log_deviations)
+    monkeypatch.setattr(module, "estimated_distance", estimated_distance)
+    rarities, rarity = [], DrawnRows.rarity
+    monkeypatch.setattr(DrawnRows, "rarity", lambda *a: rarities.append(rarity(*a)) or rarities[-1])
+    auto(net, scores=torch.ones(200) if stale else None, tolerance=None, n_passes=100)
+    others = torch.stack(values[1:7])
+    share = 1.0 if stale else rarities[-1]
+    expected = (others[0::2] - others[1::2]) / 2 * (share / 3) ** 0.5
+    torch.testing.assert_close(seen[-1][:3], expected)

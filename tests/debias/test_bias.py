@@ -18,3 +18,10 @@ def test_curvature_bias_by_hand():
     assert "0.weight" in str(bias) and "25%" in str(bias)
     with pytest.raises(ValueError, match="fraction.*got 0.7"):
         curvature_bias(["0.weight"], lam, lam_tilde, fraction=0.7)
+
+
+def test_ends_of_several_directions_are_means():
+    lam, lam_tilde = [[torch.arange(8.0)]], [[torch.arange(8.0) + 2]]
+    layer = curvature_bias(["0.bias"], lam, lam_tilde, fraction=0.25).layers[0]
+    assert (layer.top_biased, layer.top_debiased) == (6.5, 8.5)
+    assert (layer.bottom_biased, layer.bottom_debiased) == (0.5, 2.5)

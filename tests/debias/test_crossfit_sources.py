@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from laplace_debias import Laplace
 from tests.cases import MLP_REGRESSION, loader, seeded
@@ -85,3 +86,35 @@ def test_more_data_than_there_are_is_an_error(sampling):
     with pytest.raises(ValueError, match=r"Expected `n_data` of at least \d+.*got 31. Remedy"):
         la.fit(batches, n_data=31)
     la.fit(batches, n_data=40)
+
+
+class Tokens(nn.Module):
+    """Sums over tokens: sequences of any length, where zeros change nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4, bias=False), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[n, T, 3]`` to ``[n, 3]``."""
+        return self.head(torch.tanh(self.body(x)).sum(1))
+
+
+def test_rows_of_a_stream_may_be_padded_to_different_lengths():
+    """The output layer sees one row per datum: padding must not matter to it."""
+    gen = torch.Generator().manual_seed(3)
+    X, y = torch.randn(32, 2, 3, generator=gen).double(), torch.arange(32) % 3
+    found = []
+    for lengths in ((2, 2, 2, 2), (2, 5, 3, 5)):
+        padded = [
+            F.pad(part, (0, 0, 0, n - 2)) for part, n in zip(X.split(8), lengths, strict=True)
+        ]
+        la = Laplace(
+            seeded(Tokens).double(), "classification", "all", "kron", debias="crossfit",
+            sampling="curvature", n_curvature=12, generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+        la.fit(zip(padded, y.split(8), strict=True), n_data=32)
+        found.append([la.H.eigenvalues[1], la.H.eigenvalues[2]])
+    for one, two in zip(*found, strict=True):
+        for lam, other in zip(one, two, strict=True):
+            torch.testing.assert_close(lam, other)

@@ -24,6 +24,7 @@ def test_the_last_score_of_each_datum_is_kept_in_four_bytes():
     [
         ([0], torch.zeros(2, 3), "logits"),
         ([7], torch.zeros(1, 3), "positions between 0 and 4"),
+        ([0, 7], torch.zeros(2, 3), "positions between 0 and 4"),
         ([-1], torch.zeros(1, 3), "positions between 0 and 4"),
         ([0], torch.full((1, 3), float("nan")), "finite"),
     ],

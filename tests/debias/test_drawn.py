@@ -91,6 +91,21 @@ def test_a_corrected_block_is_larger_and_a_kronecker_product():
     assert float(block.lam_A[2] / A[1][2]) > 1.1
 
 
+def test_rarity_is_what_sampling_without_replacement_leaves():
+    drawn = DrawnRows()
+    probabilities = torch.tensor([0.25, 0.5, 1.0], dtype=torch.float64)
+    drawn.add(probabilities, torch.tensor([0, 1, -1]), 1.0, 1.0)
+    assert drawn.rarity(1.0) == (0.75 + 0.5) / 2
+    assert drawn.rarity(2.0) == (0.875 + 0.75) / 2
+
+
+def test_the_correction_is_told_the_inclusion_probabilities():
+    factor, drawn = run((8,), torch.Generator().manual_seed(3))
+    probabilities = factor.spectrum(drawn, (0, 1, 2, 3), 1.0)[3]
+    torch.testing.assert_close(probabilities, 1 / drawn.weights)
+    assert float(probabilities.max()) < 1
+
+
 @pytest.mark.parametrize("r", [3, 9])  # fewer rows than dimensions, and more: kept as blocks
 def test_blocks_of_several_rows_are_summed_and_rotated_as_their_rows(r):
     """Sums, and leverages' blocks in the eigenbasis, against plain loops over draws."""

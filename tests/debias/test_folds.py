@@ -11,6 +11,7 @@ from laplace_debias.debias.folds import (
     crossfit_factor,
     crossfit_spectrum,
     curvatures_along,
+    fold_directions,
     isotonic,
     sums_of_others,
 )
@@ -226,3 +227,11 @@ def test_sums_of_others_add_up_and_take_nothing_away():
         powers = [torch.tensor(2.0**k) for k in range(K)]
         expected = [2.0**K - 1 - 2.0**k for k in range(K)]
         assert [float(total) for total in sums_of_others(powers)] == expected
+
+
+def test_large_factors_in_single_precision_keep_their_scale(monkeypatch):
+    monkeypatch.setattr("laplace_debias.debias.folds.SINGLE_FROM", 2)
+    M = 1e5 * gram(torch.randn(30, 4, generator=torch.Generator().manual_seed(0)).double())
+    mu, Q = fold_directions(M, torch.float32)
+    torch.testing.assert_close(mu, torch.linalg.eigvalsh(M), rtol=1e-5, atol=0)
+    torch.testing.assert_close((Q * mu) @ Q.T, M, rtol=1e-4, atol=1e-4 * float(M.max()))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from laplace_debias.data.roles import CURVATURES, DIRECTIONS, TrainingData
+from laplace_debias.debias.checkpoint import Checkpoint
 from laplace_debias.debias.freeing import fit_freeing
 from laplace_debias.debias.two_batch import fit_factors
 from laplace_debias.kfac.engine import Engine
@@ -24,3 +25,26 @@ def test_mini_batches_in_any_cut_give_the_fit_of_formed_factors(case):
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(formed.loss, freed.loss)
     assert freed.curvatures == []
+
+
+def test_a_checkpoint_of_the_directions_is_gone_on_from(tmp_path):
+    X, y = MLP.data(60)
+    engine = Engine(MLP.model(), MLP.likelihood)
+    parts = [(DIRECTIONS, (X[:20], y[:20])), (DIRECTIONS, (X[20:40], y[20:40])),
+             (CURVATURES, (X[40:], y[40:]))]  # fmt: skip
+    data, roles = TrainingData([], None, 300, torch.device("cpu")), (DIRECTIONS, CURVATURES)
+    whole = fit_freeing(engine, data, iter(parts), roles=roles)
+    file = tmp_path / "fit.pt"
+
+    def broken():
+        yield from parts[:2]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        first = Checkpoint(file, {}, [], seconds=0.0)
+        fit_freeing(engine, data, broken(), roles=roles, checkpoint=first)
+    second = Checkpoint(file, {}, [], seconds=0.0)
+    assert second.resumed == 2 and "directions" in second.content
+    resumed = fit_freeing(engine, data, iter(parts), roles=roles, checkpoint=second)
+    one, other = (fit.decomposed(torch.float64).to_matrix() for fit in (whole, resumed))
+    assert torch.equal(one, other)

@@ -177,3 +177,39 @@ def test_inverses_of_few_rows_are_nearer_with_a_floor_as_steep_as_the_draw(steep
 def test_without_curvature_nothing_is_inflated():
     rows, lam = torch.zeros(4, 1, 3), torch.zeros(3)
     assert inverse_inflation(rows, torch.full((4,), 0.1), lam, torch.ones(2)).tolist() == [1, 1]
+
+
+def test_without_rows_or_curvature_nothing_is_corrected():
+    rows, ridges = torch.randn(5, 1, D, dtype=torch.float64), SPECTRUM.new_tensor([0.1, 1.0])
+    rare = torch.full((5,), 1e-3, dtype=torch.float64)
+    assert inverse_inflation(rows[:0], rare[:0], SPECTRUM, ridges).tolist() == [1.0, 1.0]
+    assert inverse_inflation(rows, rare, torch.zeros_like(SPECTRUM), ridges).tolist() == [1.0, 1.0]
+
+
+def few_draws():
+    rows = population(False)[:60]
+    lam, Q = torch.linalg.eigh(rows.T @ rows)
+    return (rows @ Q)[:, None], torch.full((60,), 0.03, dtype=torch.float64), lam.clamp(min=0)
+
+
+def test_many_ridges_are_interpolated_from_the_first_to_the_last():
+    arguments = few_draws()
+    ridges = torch.logspace(-6, 1, 200, dtype=torch.float64)
+    found = inverse_inflation(*arguments, ridges)
+    direct = torch.cat([inverse_inflation(*arguments, ridge[None]) for ridge in ridges])
+    assert float(direct[0] - direct[-1]) > 0.1
+    torch.testing.assert_close(found, direct, rtol=0.03, atol=0)
+    torch.testing.assert_close(found[[0, -1]], direct[[0, -1]], rtol=1e-6, atol=0)
+
+
+def test_c_is_the_fixed_point():
+    """At c, the leverages of the corrected rows give c again."""
+    rows, probabilities, lam = few_draws()
+    c = float(inverse_inflation(rows, probabilities, lam, lam.new_tensor([1e-5])))
+    assert c > 1.1
+    Z = (rows * (c / (c * lam + 1e-5)).sqrt())[:, 0]
+    H = (Z @ Z.T).square()
+    h = (Z * Z).sum(1)
+    effect = 1 - H.diagonal(1).sum() / (0.5 * (h[1:].square() + h[:-1].square())).sum()
+    again = 1 + float(effect * (0.97 * h / (1 - h)).mean())
+    assert abs(again - c) < 1e-4 * c

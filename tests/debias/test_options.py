@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.debias.options import CrossfitOptions
+from laplace_debias.debias.options import AutoOptions, CrossfitOptions, method_options
 from laplace_debias.debias.sampling import even_parts
 from tests.cases import MLP
 
@@ -82,3 +82,10 @@ def test_passes_are_the_budget_of_what_chooses_its_data():
     assert by_passes.log_det_posterior_precision == by_data.log_det_posterior_precision
     with pytest.raises(ValueError, match=r"Expected one backward vector.*n_passes=24.*Remedy"):
         fitted(n_passes=24)
+
+
+def test_options_of_another_method_are_told_where_they_belong():
+    for kind, word in ((AutoOptions, "auto"), (CrossfitOptions, "crossfit")):
+        given = dict.fromkeys(kind.names())  # all that it has
+        with pytest.raises(ValueError, match=f"with .*debias='{word}'.* only, got debias=True"):
+            method_options(True, given, None)

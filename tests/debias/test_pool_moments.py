@@ -1,5 +1,7 @@
 """Sums over a pool, against one pass over all of it."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -83,3 +85,30 @@ def test_layers_of_many_positions_see_no_more_data_than_pay(monkeypatch):
     assert not moments.complete
     halves = moments.halves(20)
     assert halves[0] is not None and halves[2] is None  # all data leave nothing to chance
+
+
+def test_mini_batches_go_to_the_smaller_half():
+    _, moments = moments_of(6, 2, 2, 5, 5)
+    assert [part.n for part in moments._parts] == [11, 9]  # 6 + 5, and 2 + 2 + 5
+
+
+def test_a_pool_is_complete_when_every_factor_has_seen_it(monkeypatch):
+    _, moments = moments_of(7, 7, 6)
+    assert moments.complete
+    monkeypatch.setattr(moments, "_wanted", lambda: {"0.weight"})  # some have seen enough: of all
+    assert moments.complete and moments.share(0) == 1.0
+
+
+def test_what_further_data_cost_is_counted_in_the_first_half(monkeypatch):
+    """Of the first half's 4 images, 16 rows of 4 entries: 64 multiplications for each image."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(8, 3)).double()
+    moments = PoolMoments(Engine(net, "classification"))
+    monkeypatch.setattr(pool_moments, "LEAST_DATA", 1)
+    for n, side in ((4, 3), (1, 3)):
+        x = torch.randn(n, 1, side, side, dtype=torch.float64)
+        moments.add(x, torch.zeros(n, dtype=torch.long))
+    moments._parts[1] = moments._parts[0] + moments._parts[1]  # other counts in the second
+    moments._parts[1] = replace(moments._parts[1], n_rows=(1,) * 4)
+    for most, answer in ((6 * 64.0, True), (4 * 64.0, {"0.bias", "2.weight", "2.bias"})):
+        monkeypatch.setattr(pool_moments, "MOST_MULTIPLICATIONS", most)
+        assert moments._wanted() == answer

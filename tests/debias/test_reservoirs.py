@@ -87,3 +87,8 @@ def test_reservoirs_toss_their_coins_apart():
     expected = torch.outer(q, q)
     z = (pairs - n_draws * expected) / (n_draws * expected * (1 - expected)).sqrt()
     assert z.abs().max() < 4
+
+
+def test_the_uniform_share_is_checked():
+    with pytest.raises(ValueError, match="got 1.5"):
+        Reservoirs(2, uniform=1.5)

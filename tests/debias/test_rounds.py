@@ -134,3 +134,41 @@ def test_streams_have_no_positions_for_scores():
     data = TrainingData([(X, Y)], None, 60, torch.device("cpu"))
     with pytest.raises(ValueError, match="stream"):
         Rounds(Engine(NET, "classification"), data, AutoOptions(scores=torch.ones(60)))
+
+
+def test_old_scores_however_small_keep_their_proportions():
+    scores = torch.linspace(1e-9, 3e-9, 60)
+    stale = rounds_of(scores=scores).stale
+    assert float(stale.max() / stale.min()) > 2.9
+
+
+def test_pairs_without_curvature_are_not_drawn(monkeypatch):
+    rounds = rounds_of(torch.Generator().manual_seed(0))
+    rounds.grow(60)
+    nothing = torch.zeros(60, 3, dtype=torch.float64)
+    monkeypatch.setattr(type(rounds.moments), "scores", property(lambda self: nothing.clone()))
+    rounds.draw(8)
+    assert not len(rounds.drawn.weights) and rounds.exhausted
+
+
+def test_rounds_count_by_their_precision(monkeypatch):
+    """By the number of draws over the square of the trace that is left to chance."""
+    rounds = rounds_of(torch.Generator().manual_seed(0))
+    rounds.grow(60)
+    plain_draw, plain_add, precisions, shares = rounds._draw, rounds.drawn.add, [], []
+
+    def draw(m):
+        found, left = plain_draw(m)
+        precisions.append(int((found.probabilities < 1).sum()) / left**2)
+        return found, left
+
+    def add(probabilities, groups, share, growth, **rest):
+        shares.append(share)
+        plain_add(probabilities, groups, share, growth, **rest)
+
+    monkeypatch.setattr(rounds, "_draw", draw)
+    monkeypatch.setattr(rounds.drawn, "add", add)
+    rounds.draw(8)
+    rounds.draw(20)
+    assert shares == pytest.approx([1.0, precisions[1] / sum(precisions)])
+    assert precisions[1] > 2 * precisions[0]  # more draws, and less that is left to chance

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laplace_debias.debias.spectrum import decompose, rebuild, reevaluate
+from laplace_debias.debias.spectrum import FitResult, decompose, rebuild, reevaluate
 from laplace_debias.kfac.thin import curvature_along
 
 
@@ -101,3 +101,12 @@ def test_curvature_along_directions_by_blocks_of_rows(d):
     expected = [float(q @ M @ q) for q in Q.T]
     torch.testing.assert_close(curvature_along(M, Q).tolist(), expected, rtol=1e-12, atol=0.0)
     assert curvature_along(M.float(), Q).dtype == torch.float64
+
+
+def test_blocks_of_transposed_weights_have_their_factors_the_other_way_round():
+    """The flattened parameter is [d_in, d_out], so its block is kron(A, B)."""
+    B, A = psd(2, 4, 0), psd(3, 5, 1)
+    Q, lam = decompose([[B, A], [B, A]], ["one", "two"])
+    fit = FitResult(Q, lam, lam, [], torch.zeros(()), 1, 1)
+    found = fit.decomposed(torch.float64, transposed=[False, True]).to_matrix()
+    torch.testing.assert_close(found, torch.block_diag(torch.kron(B, A), torch.kron(A, B)))

@@ -12,9 +12,9 @@ from laplace_debias.debias.two_batch import fit_factors, fit_single, fit_two_bat
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.kfac.thin import is_thin
+from laplace_debias.network.live_bytes import LiveBytes
 from tests import oracles
 from tests.cases import CNN, MLP, MLP_REGRESSION, PARTLY_FROZEN
-from tests.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
 CASES = [MLP, MLP_REGRESSION, CNN, PARTLY_FROZEN]

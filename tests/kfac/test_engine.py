@@ -1,6 +1,7 @@
 """Hook-based K-FAC against dense float64 oracles, ASDL and curvlinops."""
 
 import copy
+import warnings
 from collections import UserDict
 
 import pytest
@@ -241,3 +242,20 @@ def test_many_outputs_are_sampled_unless_exact_ones_are_asked_for():
     exact = Engine(net, "classification")
     exact.factors(torch.randn(6, 3))
     assert exact.cost.backward == 6 * 29
+
+
+def test_exactly_as_many_outputs_as_allowed_are_exact():
+    engine = Engine(
+        nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), "classification", exact_up_to=5
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.factors(torch.randn(6, 3))
+    assert engine.fisher == "exact" and engine.cost.backward == 6 * 4
+
+
+def test_input_factors_alone_take_no_backward_pass():
+    engine = Engine(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), "classification")
+    factors = engine.factors(torch.randn(6, 3), outputs=False)
+    assert (engine.cost.forward, engine.cost.backward) == (6, 0)
+    assert (factors.forward, factors.backward) == (6, 0)

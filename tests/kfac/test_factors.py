@@ -79,3 +79,11 @@ def test_outputs_are_there_if_they_were_kept():
     assert replace(of(1, 4), outputs=f).kept_outputs is f
     with pytest.raises(ValueError, match="Expected .*Remedy"):
         _ = of(1, 4).kept_outputs
+
+
+def test_row_counts_add_up_and_are_those_of_both_or_none():
+    one, two = replace(of(1, 4), n_rows=(12, 4)), replace(of(2, 3), n_rows=(9, 3))
+    assert (one + two).n_rows == (21, 7)
+    counted = replace(one, row_counts=((None, None), (None, None)))
+    for total in (counted + two, two + counted):  # one without counts: nothing is said of both
+        assert total.row_counts == ()

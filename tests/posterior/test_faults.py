@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from laplace_debias import Laplace, evaluate, sweep_prior_precision
 from laplace_debias.comparison import compare
+from laplace_debias.kfac.thin import bases_of
 
 X, Y = torch.randn(20, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
 BATCHES = [(X[:10], Y[:10]), (X[10:], Y[10:])]
@@ -95,13 +96,16 @@ def drawn(faults: Faults, batch_size: int = 5) -> DataLoader:
 def faults(request, monkeypatch) -> Faults:
     """Faults of the source that the test names, with eigendecompositions that ask it."""
     faults = Faults(request.param)
-    plain = torch.linalg.eigh
 
-    def eigh(*args: Any) -> Any:
-        faults("eigendecomposition")
-        return plain(*args)
+    def counted(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def decomposition(*args: Any, **kwargs: Any) -> Any:
+            faults("eigendecomposition")
+            return plain(*args, **kwargs)
 
-    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+        return decomposition
+
+    for name in ("eigh", "svd", "qr"):  # the latter of rows that are few
+        monkeypatch.setattr(torch.linalg, name, counted(getattr(torch.linalg, name)))
     return faults
 
 
@@ -186,6 +190,15 @@ def test_a_fit_that_fails_anywhere_changes_nothing(options, subset, faults):
         la.fit(BATCHES, n_data=50)
 
 
+@pytest.mark.parametrize("faults", SOURCES, indirect=True)
+@pytest.mark.parametrize("debias", ["single", True])
+def test_a_fit_of_few_rows_that_fails_anywhere_changes_nothing(debias, faults):
+    la = fitted(faults, {"debias": debias})
+    few = [(X[:1], Y[:1]), (X[1:2], Y[1:2])]
+    n = inject(faults, lambda: la.fit(Loader(few, faults), n_data=60), lambda: of_posterior(la))
+    assert n >= 2 and any(Q.shape[1] < len(Q) for block in bases_of(la.H) for Q in block)
+
+
 @pytest.mark.parametrize("faults", ["model", "loader", "eigendecomposition"], indirect=True)
 def test_two_loaders_and_an_added_fit(faults):
     la = fitted(faults, OPTIONS["two-batch"], override=False)  # keeps the factors to add to
@@ -239,9 +252,10 @@ CALLS = {
 @pytest.mark.parametrize("faults", SOURCES, indirect=True)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("subset", ["all", "last_layer"])
+@pytest.mark.parametrize("method", ["two-batch", "auto"])
 @pytest.mark.filterwarnings("ignore:The best '.*' lies on the edge")
-def test_a_prediction_that_fails_anywhere_changes_nothing(subset, name, faults):
-    la = fitted(faults, OPTIONS["two-batch"], subset)
+def test_a_prediction_that_fails_anywhere_changes_nothing(method, subset, name, faults):
+    la = fitted(faults, OPTIONS[method], subset)
     loader = Loader(FEW, faults)
 
     def state() -> list[Any]:

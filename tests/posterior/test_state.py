@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -141,3 +143,70 @@ def test_the_loss_that_was_trained_with_is_saved_and_checked():
             built(**others).load_state_dict(state)
     older = {key: value for key, value in state.items() if key != "objective"} | {"format": 3}
     built().load_state_dict(older)  # did not record it
+
+
+class PerToken(nn.Module):
+    """One categorical per token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``[n, T, 2]`` to ``[n, T, 3]``."""
+        return self.head(torch.tanh(self.body(x)))
+
+
+def generated() -> torch.Generator:
+    return torch.Generator().manual_seed(4)
+
+
+X_8 = torch.randn(8, 2, generator=generated()).double()
+Y_8 = torch.arange(8) % 3
+TOKENS = torch.randn(8, 5, 2, generator=generated()).double()
+KINDS: dict[str, tuple] = {
+    "tokens": ("classification", (TOKENS, torch.arange(40).reshape(8, 5) % 3), {}, PerToken),
+    "ignored tokens": (
+        "classification", (TOKENS, torch.arange(40).reshape(8, 5) % 3), {"ignore_index": 2},
+        PerToken,
+    ),
+    "sample weights": (
+        "classification", (X_8, Y_8, torch.linspace(0.1, 2.0, 8).double()), {}, None,
+    ),
+    "bernoulli": ("bernoulli", (X_8, (X_8 @ torch.ones(2, 3).double() > 0).double()), {}, None),
+    "noise per output": (
+        "regression", (X_8, torch.randn(8, 3, generator=generated()).double()),
+        {"sigma_noise": [0.5, 1.0, 2.0]}, None,
+    ),
+    "some parameters": ("classification", (X_8, Y_8), {"parameters": "head"}, None),
+    "few rows": ("classification", (X_8[:1], Y_8[:1]), {}, None),
+    "reduce": ("classification", (TOKENS[:, 0], Y_8), {"kfac_approx": "reduce"}, None),
+    "empirical": ("classification", (X_8, Y_8), {"fisher": "empirical"}, None),
+    "class weights": ("classification", (X_8, Y_8), {"class_weights": [1.0, 2.0, 0.5]}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("debias", ["single", "two-batch"])
+def test_every_kind_of_posterior_comes_back_from_a_file(kind, debias, tmp_path):
+    likelihood, batch, options, make = KINDS[kind]
+
+    def built():
+        torch.manual_seed(0)
+        plain = OrderedDict(body=nn.Linear(2, 9), act=nn.Tanh(), head=nn.Linear(9, 3))
+        net = (nn.Sequential(plain) if make is None else make()).double()
+        return Laplace(net, likelihood, "all", "kron", debias=debias, **options)
+
+    la = built()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tokens are sampled
+        torch.manual_seed(1)
+        la.fit([batch, batch] if debias == "two-batch" else [batch], n_data=40)
+    torch.save(la.state_dict(), tmp_path / "state.pt")
+    again = built()
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(la.H.to_matrix(), again.H.to_matrix())
+    assert torch.equal(la.log_marginal_likelihood(), again.log_marginal_likelihood())
+    one, two = la(batch[0][:3]), again(batch[0][:3])
+    pairs = zip(one, two, strict=True) if isinstance(one, tuple) else [(one, two)]
+    assert all(torch.equal(a, b) for a, b in pairs)

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias import Laplace
+from laplace_debias.kfac.thin import bases_of
 from laplace_debias.posterior.state import FORMAT, KEYS
 from tests import cases
 
-FORMAT_1: dict[str, Any] = json.loads(
-    Path(__file__).with_name("state_format_1.json").read_text(encoding="utf-8")
-)
-"""States, predictions and marginal likelihoods that the release with format 1 computed."""
+
+def recorded(number: int) -> dict[str, Any]:
+    """States, predictions and marginal likelihoods that a commit with this format computed."""
+    file = Path(__file__).with_name(f"state_format_{number}.json")
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
 
 
 def tensors(value: Any) -> Any:
@@ -32,9 +35,9 @@ def tensors(value: Any) -> Any:
     return [tensors(part) for part in value] if isinstance(value, list) else value
 
 
-def network() -> nn.Module:
-    """The network that the states of format 1 belong to."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
+def network(d: int = 2) -> nn.Module:
+    """The network that the states belong to."""
+    net = nn.Sequential(nn.Linear(d, 2), nn.Tanh(), nn.Linear(2, 2)).double()
     with torch.no_grad():
         for i, p in enumerate(net.parameters()):
             values = torch.arange(p.numel(), dtype=torch.float64).reshape(p.shape)
@@ -42,9 +45,10 @@ def network() -> nn.Module:
     return net
 
 
+@pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("subset", ["all", "last_layer"])
-def test_a_state_of_format_1_is_the_posterior_it_was(subset):
-    saved = FORMAT_1[subset]
+def test_a_state_of_an_earlier_format_is_the_posterior_it_was(subset, number):
+    saved = recorded(number)[subset]
     la = Laplace(network(), "classification", subset, "kron", debias=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the weights are those of the state
@@ -54,6 +58,21 @@ def test_a_state_of_format_1_is_the_posterior_it_was(subset):
     torch.testing.assert_close(la(X), expected, rtol=1e-12, atol=0)
     assert float(la.log_marginal_likelihood()) == pytest.approx(saved["marglik"], rel=1e-12)
     assert la.state_dict()["format"] == FORMAT
+
+
+def test_a_state_of_few_rows_and_another_loss_is_the_posterior_it_was():
+    saved = recorded(4)["few rows"]
+    options = {"label_smoothing": 0.1, "class_weights": [1.0, 2.0]}
+    la = Laplace(network(8), "classification", "all", "kron", debias=True, **options)
+    la.load_state_dict(tensors(saved["state"]))
+    assert any(Q.shape[1] < len(Q) for block in bases_of(la.H) for Q in block)
+    X = torch.tensor([[2.0, 1.0], [-1.0, 0.0], [0.0, 1.0]], dtype=torch.float64).repeat(1, 4)
+    expected = torch.tensor(saved["probabilities"], dtype=torch.float64)
+    torch.testing.assert_close(la(X), expected, rtol=1e-12, atol=0)
+    assert float(la.log_marginal_likelihood()) == pytest.approx(saved["marglik"], rel=1e-12)
+    with pytest.raises(ValueError, match="label_smoothing|class_weights"):
+        other = Laplace(network(8), "classification", "all", "kron", debias=True)
+        other.load_state_dict(tensors(saved["state"]))
 
 
 def plain(value: Any) -> bool:

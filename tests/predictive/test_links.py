@@ -11,7 +11,9 @@ import torch
 from laplace_debias.predictive.links import (
     LINKS,
     class_log_probabilities,
+    label_log_probabilities,
     mean_log_probabilities,
+    needs_diagonal_only,
     root,
 )
 
@@ -147,3 +149,25 @@ def test_the_root_of_a_regular_covariance_is_its_cholesky_factor():
     L = root(torch.stack([regular, singular]))
     assert torch.equal(L[0], torch.linalg.cholesky(regular))
     torch.testing.assert_close(L[1] @ L[1].T, singular, atol=1e-7, rtol=0)
+
+
+def test_which_links_need_variances_alone():
+    assert [needs_diagonal_only(link) for link in LINKS] == [link == "probit" for link in LINKS]
+    with_diagonal = {link: needs_diagonal_only(link, diagonal_output=True) for link in LINKS}
+    assert with_diagonal == {link: link in ("probit", "mc") for link in LINKS}
+
+
+def test_sampled_labels_are_means_of_sigmoids():
+    mean, variance = torch.tensor([[0.5, -1.0]]), torch.tensor([[[0.0, 0.0]], [[0.3, 2.0]]])
+    generator = torch.Generator().manual_seed(0)
+    found = label_log_probabilities(
+        mean.double(), variance.double(), "mc", n_samples=40_000, generator=generator
+    )
+    assert found.shape == (2, 1, 2, 2)
+    torch.testing.assert_close(found[0, ..., 1], mean.double().sigmoid().log())  # all samples alike
+    z = torch.linspace(-9, 9, 4001).double()
+    weights = (-z.square() / 2).exp() / (-z.square() / 2).exp().sum()
+    for c in range(2):
+        f = mean[0, c].double() + variance[1, 0, c].double().sqrt() * z
+        expected = (weights * f.sigmoid()).sum()
+        assert abs(float(found[1, 0, c, 1].exp() - expected)) < 0.005

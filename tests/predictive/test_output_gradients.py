@@ -136,6 +136,26 @@ def test_the_sweep_takes_the_posterior_s_way():
     assert auto.values["nll"] == top.values["nll"] != exact.values["nll"]
 
 
+def test_a_single_block_by_the_top_way():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 40, bias=False))
+    la = Laplace(net, "classification", "all", "kron", debias="single")
+    la.fit((torch.randn(30, 4), torch.arange(30) % 40), n_data=60)
+    x = torch.randn(3, 4)
+    top, exact = (
+        linearized_predictive(la, x, 0.5, method=way, diagonal_output=True).covariance
+        for way in ("top", "exact")
+    )
+    torch.testing.assert_close(top, exact, **EXACT)
+
+
+def test_a_joint_covariance_is_never_cut():
+    la, x = many_classes(C=9)
+    whole = StructuredPredictor(la, 0.5)(x[:1], joint=True).covariance
+    tiny = StructuredPredictor(la, 0.5, memory_budget=1)(x[:1], joint=True).covariance
+    torch.testing.assert_close(tiny, whole, **EXACT)
+
+
 @pytest.fixture
 def contraction():
     """Covariances ``J J^T`` of chosen outputs, with a note of what was asked for."""

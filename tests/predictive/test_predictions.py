@@ -114,3 +114,15 @@ def test_unknown_words():
         list(glm_predictions(predictor, x, regression=False, method="fast"))
     with pytest.raises(ValueError, match="link"):
         list(glm_predictions(predictor, x, regression=False, link_approx="logit"))
+
+
+def test_a_temperature_divides_logits_and_their_deviations():
+    la, x = build(STRUCTURED["mlp"]())
+    found = glm_predictions(
+        StructuredPredictor(la, GRID), x, regression=False, logit_temperature=2.5
+    )
+    for (log_probs,), delta in zip(found, GRID, strict=True):
+        f, covariance = moments(la, x, delta)
+        variance = covariance.diagonal(dim1=1, dim2=2) / 2.5**2
+        expected = (f / 2.5 / (1 + torch.pi / 8 * variance).sqrt()).log_softmax(-1)
+        torch.testing.assert_close(log_probs, expected, **EXACT)

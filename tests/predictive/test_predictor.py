@@ -13,6 +13,7 @@ from laplace.baselaplace import KronLaplace
 from laplace.curvature import AsdlGGN, CurvlinopsGGN
 from laplace.lllaplace import KronLLLaplace
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias.network.preserve import differentiable
 from laplace_debias.predictive import contractions
@@ -246,3 +247,23 @@ def test_samples_are_preferred_where_they_cost_a_fifth(C, diagonal, way, monkeyp
     monkeypatch.setattr(predictor._layers, "n_outputs", lambda x: (C, C))
     monkeypatch.setattr(la, "likelihood", "regression")  # has no top classes
     assert predictor.chosen_method(x, 20, diagonal) == way
+
+
+def test_posteriors_of_laplace_torch_are_checked_as_ours_are():
+    """They have no switch: what reorders its data is refused."""
+
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x[x[:, 0].argsort()])
+
+    for cls in (KronLaplace, KronLLLaplace):
+        torch.manual_seed(0)
+        la = cls(Sorted(), "classification")
+        data = TensorDataset(torch.randn(6, 3), torch.arange(6) % 2)
+        la.fit(DataLoader(data, batch_size=6))
+        with pytest.raises(ValueError, match="do not follow the order of the data"):
+            linearized_predictive(la, torch.randn(4, 3))

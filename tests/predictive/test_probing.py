@@ -8,6 +8,7 @@ from laplace_debias.network.recorder import Recorder
 from laplace_debias.predictive.probing import (
     call_gradients,
     call_inputs,
+    call_normalised,
     data_dims,
     per_datum_jacobians,
     run,
@@ -121,3 +122,41 @@ def test_an_input_that_changed_after_the_call_is_refused():
     x += 1
     with pytest.raises(RuntimeError, match="changed in place.*Remedy"):
         call_inputs(capture.calls[layer][0], 1, 0, slice(0, 1))
+
+
+class Frames(nn.Module):
+    """Layers that see a datum's frames as if they were data."""
+
+    def __init__(self):
+        """Make the layers."""
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 6, 2, groups=2), nn.LayerNorm(6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        """Map ``[n, F, 4, 3, 3]`` to ``[n, 2]``."""
+        n = len(x)
+        h = self.norm(torch.tanh(self.conv(x.flatten(0, 1))).mean((2, 3)))  # [n * F, 6]
+        return self.head(torch.tanh(h).unflatten(0, (n, -1)).mean(1))
+
+
+def test_a_single_datum_may_fill_several_rows():
+    """The rows of all frames together give the parameters' gradients."""
+    torch.manual_seed(0)
+    model, x = Frames(), torch.randn(1, 5, 4, 3, 3)
+    for p in model.norm.parameters():
+        p.data.uniform_(0.5, 1.5)
+    capture = run(model, x, [model.conv, model.norm])
+    (conv,), (norm,) = capture.calls[model.conv], capture.calls[model.norm]
+    places = [conv.edge, model.conv.weight, norm.edge, model.norm.weight]
+    G, W, H, scale = torch.autograd.grad(capture.f[:, 0].sum(), places)
+    g, a = call_gradients(conv, G, 1, None), call_inputs(conv, 1, None, slice(0, 1))
+    assert g.shape == (1, 6, 20) and a.shape == (1, 20, 2, 8)  # five frames of four positions
+    got = torch.einsum("ngor,nrgi->goi", g.unflatten(1, (2, -1)), a).flatten(0, 1)
+    got = got.view(6, 2, 2, 2).permute(0, 3, 1, 2)  # channels come last inside a patch
+    torch.testing.assert_close(got, W, **EXACT)
+    x_hat = call_normalised(norm, model.norm, 1, None)
+    assert x_hat.shape == (1, 6, 5)
+    torch.testing.assert_close(
+        (call_gradients(norm, H, 1, None) * x_hat).sum((0, 2)), scale, **EXACT
+    )

@@ -9,7 +9,7 @@ from tests.examples.research.made_problem import made_problem
 ARGV = ["--batch-sizes", "16", "--draws", "2", "--posterior-draws", "1", "--test-size", "10"]
 
 
-def test_bias_map_runs_and_resumes(tmp_path, capsys):
+def test_bias_map_runs_and_resumes(tmp_path, capsys, monkeypatch):
     argv = [*ARGV, "--networks", "MLP", "tokens", "--epochs", "3", "--output", str(tmp_path)]
     factors, posteriors = bias_map.main(argv)
     assert (tmp_path / "bias_map.png").exists()
@@ -17,6 +17,9 @@ def test_bias_map_runs_and_resumes(tmp_path, capsys):
     before = kept.stat().st_mtime_ns
     (tmp_path / "tokens" / "posteriors reduce label 16.json").unlink()
     again, posteriors_again = bias_map.main(argv)
+    with monkeypatch.context() as patch:  # what is there needs no training
+        patch.setattr(bias_map, "trained_problem", None)
+        assert bias_map.main(argv)[0] == factors
     assert kept.stat().st_mtime_ns == before and again == factors
     for one, two in zip(posteriors, posteriors_again, strict=True):
         assert two == {k: v if isinstance(v, str) else pytest.approx(v) for k, v in one.items()}
@@ -39,7 +42,7 @@ def test_shares_by_hand():
 
 def test_factors_are_compared_with_the_data_outside_the_mini_batch():
     problem = made_problem()
-    rows = bias_map.factor_cell(problem, "expand", "exact", 5, 1)
+    rows = bias_map.factor_cell(bias_map.Source(problem), "expand", "exact", 5, 1)
     batch = torch.randperm(12, generator=torch.Generator().manual_seed(5000))[:5]
     rest = torch.tensor([i for i in range(12) if i not in batch.tolist()])
     one, two = (bias_map.factors_of(problem, part, "expand", "exact") for part in (batch, rest))
