@@ -202,8 +202,8 @@ class CrossfitOptions:
                 )
                 raise ValueError(f"Expected `n_curvature` with sampling='uniform', {got}")
             if self.n_curvature not in (None, self.n_passes):
-                both = f"{self.n_passes} and {self.n_curvature}. Remedy: pass one of them."
-                raise ValueError(f"Expected `n_passes` or `n_curvature`, got both: {both}")
+                both = f"{self.n_passes} and {self.n_curvature}"
+                raise ValueError(f"Expected n_passes or n_curvature, got {both}. Remedy: one.")
             object.__setattr__(self, "n_curvature", self.n_passes)
         if self.scores is not None:
             object.__setattr__(self, "scores", checked_scores(torch.as_tensor(self.scores)))
@@ -215,7 +215,7 @@ class CrossfitOptions:
             )
 
     def check_vectors(self, fisher: str) -> None:
-        """Raise if ``n_passes`` was given, and a datum takes more than one."""
+        """Raise if ``n_passes`` was given and a datum takes several."""
         if self.n_passes is not None and fisher == "exact":
             raise ValueError(
                 f"Expected one backward vector per datum with n_passes={self.n_passes}, got exact "

@@ -20,7 +20,7 @@ from tests.cases import MLP
         ({"n_passes": 1, "sampling": "curvature"}, "`n_passes` of at least `n_folds`=2, got 1"),
         (
             {"n_passes": 8, "n_curvature": 9, "sampling": "curvature"},
-            "`n_passes` or `n_curvature`, got both: 8 and 9",
+            "n_passes or n_curvature, got 8 and 9",
         ),
         ({"n_pool": 9}, "no `n_pool` and no `scores` with sampling='uniform'"),
         (
