@@ -137,8 +137,7 @@ class CrossfitOptions:
             by a forward pass and draws by score.
         n_curvature: Number M of data with backward passes, for the output factors. By default K
             mini-batches. Exact vectors take several passes per datum.
-        n_passes: Number of backward passes, which is M with one vector per datum (curvature,
-            ``fisher="mc"`` or ``"empirical"`` only).
+        n_passes: Backward passes: M with one vector per datum (curvature, ``fisher="mc"``).
         n_input: Number of data for the input factors, forward passes only. By default M
             (uniform) or 4 M (curvature). Linear layers of at least ``2 * n_input`` inputs that see
             one row per datum take the rows of more scored data, up to half their number of inputs.
@@ -202,8 +201,10 @@ class CrossfitOptions:
                 )
                 raise ValueError(f"Expected `n_curvature` with sampling='uniform', {got}")
             if self.n_curvature not in (None, self.n_passes):
-                both = f"{self.n_passes} and {self.n_curvature}"
-                raise ValueError(f"Expected n_passes or n_curvature, got {both}. Remedy: one.")
+                raise ValueError(
+                    f"Expected n_passes or n_curvature, got {self.n_passes} and {self.n_curvature}."
+                    " Remedy: pass one of them."
+                )
             object.__setattr__(self, "n_curvature", self.n_passes)
         if self.scores is not None:
             object.__setattr__(self, "scores", checked_scores(torch.as_tensor(self.scores)))
@@ -218,8 +219,8 @@ class CrossfitOptions:
         """Raise if ``n_passes`` was given and a datum takes several."""
         if self.n_passes is not None and fisher == "exact":
             raise ValueError(
-                f"Expected one backward vector per datum with n_passes={self.n_passes}, got exact "
-                "ones. Remedy: fisher='mc', or `n_curvature` for the number of data."
+                "Expected one backward vector per datum with `n_passes`, got exact ones. Remedy: "
+                "fisher='mc', or `n_curvature` for the number of data."
             )
 
     def resolved(self, batch_size: int) -> ResolvedOptions:

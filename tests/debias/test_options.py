@@ -80,7 +80,7 @@ def test_passes_are_the_budget_of_what_chooses_its_data():
     by_passes, by_data = (fitted(fisher="mc", **{word: 24}) for word in ("n_passes", "n_curvature"))
     assert 0 < by_passes.fit_cost.backward <= 24  # data that are drawn twice are passed once
     assert by_passes.log_det_posterior_precision == by_data.log_det_posterior_precision
-    with pytest.raises(ValueError, match=r"Expected one backward vector.*n_passes=24.*Remedy"):
+    with pytest.raises(ValueError, match=r"Expected one backward vector.*n_passes.*Remedy"):
         fitted(n_passes=24)
 
 
