@@ -196,10 +196,9 @@ class CrossfitOptions:
             )
         if self.n_passes is not None:
             if self.sampling == "uniform":
-                got = (
-                    f"got n_passes={self.n_passes}. Remedy: sampling='curvature' chooses its data."
+                raise ValueError(
+                    "Expected `n_curvature` with uniform sampling, got n_passes. Remedy: use that."
                 )
-                raise ValueError(f"Expected `n_curvature` with sampling='uniform', {got}")
             if self.n_curvature not in (None, self.n_passes):
                 raise ValueError(
                     f"Expected n_passes or n_curvature, got {self.n_passes} and {self.n_curvature}."

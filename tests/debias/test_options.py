@@ -16,7 +16,7 @@ from tests.cases import MLP
         ({"n_folds": 1}, "`n_folds` of at least 2, got 1"),
         ({"sampling": "smart"}, "`sampling` to be one of .* got 'smart'"),
         ({"n_curvature": 1}, "`n_curvature` of at least `n_folds`=2, got 1"),
-        ({"n_passes": 8}, "`n_curvature` with sampling='uniform', got n_passes=8"),
+        ({"n_passes": 8}, "`n_curvature` with uniform sampling, got n_passes"),
         ({"n_passes": 1, "sampling": "curvature"}, "`n_passes` of at least `n_folds`=2, got 1"),
         (
             {"n_passes": 8, "n_curvature": 9, "sampling": "curvature"},
