@@ -9,7 +9,7 @@ except RuntimeError as error:
         "Expected a torchvision that belongs to this torch, or none, got one that does not load "
         f"({error}). Remedy: `pip uninstall torchvision`, which this library does not need, or "
         "install matching versions of both, `pip install --upgrade torch torchvision`."
-    ) from error
+    ) from None  # the cause stands in the message
 
 from laplace_debias.comparison import (
     ComparisonResult,

@@ -99,6 +99,30 @@ class Scaled(nn.Linear):
         return F.linear(x, 2 * self.weight, self.bias)
 
 
+class Doubled(nn.Linear):
+    """A Linear with more behind it."""
+
+    def forward(self, x):
+        """Double what a Linear gives."""
+        return 2 * super().forward(x)
+
+
+class LateBias(nn.Linear):
+    """Adds its bias after an activation."""
+
+    def forward(self, x):
+        """Weight, activation, bias."""
+        return F.linear(x, self.weight).tanh() + self.bias
+
+
+class PadsItself(nn.Conv2d):
+    """A convolution of TensorFlow's, as timm's models have it."""
+
+    def forward(self, x):
+        """Pad on two sides."""
+        return F.conv2d(F.pad(x, (0, 1, 1, 0)), self.weight, self.bias, 2, groups=self.groups)
+
+
 class BareParameter(nn.Module):
     """A parameter of the network itself."""
 
@@ -177,6 +201,11 @@ STRUCTURED = {
         S(C2(2, 3, 3, padding=(1, 2), padding_mode="reflect"), T(), nn.Flatten(), L(72, 2)),
         (2, 4, 4),
     ),
+    "more behind it": lambda: (S(Doubled(4, 3), T(), L(3, 2)), (4,)),
+    "pads itself": lambda: (
+        S(PadsItself(2, 4, 2), T(), PadsItself(4, 4, 2, groups=4), T(), nn.Flatten(), L(16, 2)),
+        (2, 8, 8),
+    ),
     "same": lambda: (S(C2(2, 3, (2, 3), padding="same"), T(), nn.Flatten(), L(48, 2)), (2, 4, 4)),
     "one position conv": lambda: (S(C2(2, 3, 4), T(), nn.Flatten(), L(3, 2)), (2, 4, 4)),
     "many positions": lambda: (S(C2(1, 2, 2), T(), nn.Flatten(), L(450, 2)), (1, 16, 16)),
@@ -215,6 +244,7 @@ FALLBACK = {
     "conv1d": lambda: (S(nn.Conv1d(2, 3, 2), T(), nn.Flatten(), L(9, 2)), (2, 4), "0"),
     "used outside": lambda: (UsedOutside(), (4,), "lin"),
     "overridden forward": lambda: (S(Scaled(4, 3), T(), L(3, 2)), (4,), "0"),
+    "late bias": lambda: (S(LateBias(4, 3), T(), L(3, 2)), (4,), "0"),
     "bare parameter": lambda: (BareParameter(), (3,), "the model itself"),
     "without gradients": lambda: (Stopped(), (4,), "lin"),
     "merged batch": lambda: (

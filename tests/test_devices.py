@@ -18,12 +18,15 @@ WAITING = {getattr(torch.Tensor, name): name for name in ("cpu", "numpy", "item"
 
 # Function of the library -> why it may wait for the device.
 ALLOWED = {
-    "data/pool.py:fetch": "positions in a map-style data set, which Python reads",
+    "data/pool.py:_fetch": "positions in a map-style data set, which Python reads",
     "data/pool.py:segments": "positions in a map-style data set, before the first pass",
     "debias/certificate.py:estimated_distance": "once per round, a few probes",
-    "debias/crossfit.py:_distinct": "positions in a map-style data set, once per fit",
+    "debias/sampling.py:distinct": "positions in a map-style data set, once per fit",
     "debias/drawn.py:add": "which data were drawn, once per round",
+    "debias/drawn_rows.py:add": "which data were drawn, once per round",
     "debias/folds.py:isotonic": "SciPy's isotonic regression, once per factor",
+    "debias/pairs.py:pairs_of_data": "which draws share a datum, once per round",
+    "debias/rounds.py:_fetched": "which draws share a datum, once per round",
     "debias/rounds.py:_draw": "which data to draw next, once per round",
     "debias/rounds.py:_left": "which data are left, once per round",
     "debias/spectrum.py:eigh_float64": "LAPACK, for matrices that are on the CPU anyway",

@@ -1,5 +1,6 @@
 """Every code block of the README and the documentation runs, page by page, as a reader would."""
 
+import importlib
 import re
 import warnings
 from pathlib import Path
@@ -80,3 +81,30 @@ def test_pages_name_files_that_exist():
             if not where.exists():
                 missing.append(f"{page.relative_to(ROOT)}: {target}")
     assert not missing
+
+
+def test_the_api_reference_has_everything_public():
+    """What a room or the package exports stands in the reference, by itself or with its room."""
+    named, whole = set(), set()
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        for target, options in re.findall(
+            r"^::: ([\w.]+)\n((?:    .*\n)*)", page.read_text(), re.M
+        ):
+            (whole if "members: true" in options else named).add(target)
+    documented = {id(_resolved(target)) for target in named}
+    for room in whole:
+        module = importlib.import_module(room)
+        documented |= {id(getattr(module, name)) for name in module.__all__}
+    rooms = [p.parent.name for p in (ROOT / "laplace_debias").glob("*/__init__.py")]
+    missing = []
+    for name in ["laplace_debias", *(f"laplace_debias.{room}" for room in rooms)]:
+        module = importlib.import_module(name)
+        public = [n for n in module.__all__ if callable(getattr(module, n))]
+        missing += [f"{name}.{n}" for n in public if id(getattr(module, n)) not in documented]
+    assert len(rooms) > 8 and not missing
+
+
+def _resolved(target: str) -> object:
+    """What a dotted name stands for."""
+    module, _, name = target.rpartition(".")
+    return getattr(importlib.import_module(module), name)

@@ -1,9 +1,18 @@
-"""The house itself: namesake tests, modules small enough to read, errors that help."""
+"""The house itself: namesake tests, short modules and chains of imports, errors that help."""
 
 import ast
+import functools
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Laplace, compare, sweep_prior_precision
+from laplace_debias.quadratics import curvature_bias_report
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(
@@ -13,8 +22,6 @@ MODULES = sorted(
 )
 MOST_LINES = 300
 LONGER = {
-    # What is saved, how it is restored, and all earlier formats.
-    "posterior/state.py": 320,
     # Class predictions and Gaussian ones, each with its checks.
     "evaluation/streams.py": 310,
     # THE engine: one pass, and all that is done with it.
@@ -52,6 +59,19 @@ TESTED_TOGETHER = {
     "network/products.py": "network/test_check.py",
     "network/verify.py": "network/test_check.py",
     "predictive/row_check.py": "network/test_check.py",
+}
+
+
+LONGEST_CHAIN = 10
+# Files of the library that everyday calls pass. Merge what is one concept, and let calls skip what
+# does not concern them, before one of these is raised.
+MOST_FILES = {
+    "fit, two-batch": 41,
+    "fit, cross-fit with curvature sampling": 45,
+    "la(x)": 23,
+    "sweep": 30,
+    "compare": 65,
+    "bias report": 8,
 }
 
 
@@ -122,6 +142,107 @@ def test_what_the_examples_import_is_public():
             public = _all(room) | {f"{p.stem}" for p in _folder(room).glob("*.py")}
             private += [f"{path.name}: {room}.{a.name}" for a in node.names if a.name not in public]
     assert not private
+
+
+def test_chains_of_imports_are_short():
+    """From the file at the top to one that imports none; what a room hands on counts as its own."""
+    sources = {_name(path): path for path in (ROOT / "laplace_debias").rglob("*.py")}
+    imports = {name: _imported(path.read_text()) for name, path in sources.items()}
+    handed_on = {
+        (room, alias): (module, name)
+        for room, path in sources.items()
+        if path.name == "__init__.py"
+        for module, name, alias in imports[room]
+    }
+
+    def defining(module, name):
+        while (module, name) in handed_on:
+            module, name = handed_on[module, name]
+        return f"{module}.{name}" if f"{module}.{name}" in sources else module
+
+    @functools.cache
+    def chain(name):
+        below = {defining(module, attribute) for module, attribute, _ in imports[name]}
+        files = [b for b in below if sources[b].name != "__init__.py" and b != name]
+        return [name, *max(map(chain, files), key=len, default=[])]
+
+    files = [name for name, path in sources.items() if path.name != "__init__.py"]
+    longest = max(map(chain, files), key=len)
+    assert len(longest) <= LONGEST_CHAIN, " > ".join(longest)
+    assert longest[0].startswith("laplace_debias.reporting") and len(longest) > 5  # it sees them
+
+
+def test_everyday_calls_pass_few_files():
+    found = {name: _files_passed(call) for name, call in _everyday_calls().items()}
+    assert found.keys() == MOST_FILES.keys() and all(found.values())
+    more = {name: files for name, files in found.items() if len(files) > MOST_FILES[name]}
+    assert not more, {name: (len(files), files) for name, files in more.items()}
+
+
+def _everyday_calls():
+    """Calls as users make them, by name."""
+    torch.manual_seed(0)
+    X, y = torch.randn(200, 1, 8, 8), torch.arange(200) % 3
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    generator = torch.Generator().manual_seed(0)
+    loader = DataLoader(TensorDataset(X, y), 16, shuffle=True, generator=generator)
+    val = [(X[:20], y[:20])]
+
+    def fitted(**options):
+        la = Laplace(net, "classification", "all", "kron", **options)
+        la.fit(loader)
+        return la
+
+    la = fitted(debias=True)
+    return {
+        "fit, two-batch": lambda: fitted(debias=True),
+        "fit, cross-fit with curvature sampling": lambda: fitted(
+            debias="crossfit", sampling="curvature"
+        ),
+        "la(x)": lambda: la(X[:5]),
+        "sweep": lambda: sweep_prior_precision(la, val),
+        "compare": lambda: compare(
+            net, loader, val, budgets=(16,), n_draws=1, prior_precisions=[1.0, 10.0]
+        ),
+        "bias report": lambda: curvature_bias_report(
+            net, nn.CrossEntropyLoss(), loader, batch_sizes=(16,), k=2, draws=1
+        ),
+    }
+
+
+def _files_passed(call):
+    """Files of the library whose functions a call enters, in the order of entry."""
+    folder, found = str(ROOT / "laplace_debias"), {}
+
+    def seen(frame, event, arg):
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            found[frame.f_code.co_filename[len(folder) + 1 :]] = None
+
+    before = sys.getprofile()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sys.setprofile(seen)
+        try:
+            call()
+        finally:
+            sys.setprofile(before)
+    return list(found)
+
+
+def _name(path: Path) -> str:
+    """The module that a file is."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def _imported(source: str) -> list[tuple[str, str, str]]:
+    """Modules, names and aliases that a file imports from the library."""
+    return [
+        (node.module, alias.name, alias.asname or alias.name)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("laplace_debias")
+        for alias in node.names
+    ]
 
 
 def _errors(source: str) -> list[ast.Call]:

@@ -31,6 +31,7 @@ def test_a_torchvision_of_another_torch_is_named_with_a_remedy(tmp_path):
     result = imported(tmp_path)
     assert result.returncode != 0
     last = result.stderr.strip().splitlines()[-1]
+    assert result.stderr.count("Traceback") == 1  # no trace of a dependency before it
     assert last.startswith("ImportError: Expected a torchvision") and "pip uninstall" in last
 
 

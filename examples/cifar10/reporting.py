@@ -6,7 +6,7 @@ Needs neither data nor weights. OUT receives the paper's figure for each run in 
 paper's terms (``cifar10_RUN.png``: accuracy, NLL and ECE of the test set against the prior
 precision), the same for its other sets (``cifar10_RUN_sets.png``: a row for the training images and
 for each severity of corruption, with the AUROC), and all runs on one network beside each other
-(``cifar10_factors.png``). The tables are printed.
+(``cifar10_factors.png``), and the README's figure (``hero.png``). The tables are printed.
 """
 
 import argparse
@@ -115,6 +115,23 @@ def draw(result: ComparisonResult, out: Path, name: str = "figure") -> list[Path
     return files
 
 
+def draw_hero(result: ComparisonResult, path: Path) -> None:
+    """Save the NLL of one run in a row of panels, with words beside the curves."""
+    plt.switch_backend("agg")
+    axes = plot_comparison(result, ["nll"])[0]
+    figure = axes[0].figure
+    figure.set_size_inches(7.2, 2.9)
+    for ax, budget in zip(axes, result.budgets("single"), strict=True):
+        ax.set_title(f"{budget} images", fontsize=9)
+    for text, place in (
+        ("one mini-batch\nbreaks down", (0.2, 0.78)),
+        ("two of half the size,\ndebiased, do not", (0.42, 0.27)),
+    ):
+        axes[0].text(*place, text, transform=axes[0].transAxes, fontsize=7.5)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def draw_beside(results: Mapping[str, ComparisonResult], path: Path, metric: str = "nll") -> None:
     """Save one metric of several runs, each in a panel of its own with its title."""
     plt.switch_backend("agg")
@@ -199,6 +216,8 @@ def main(argv: list[str] | None = None) -> dict[str, ComparisonResult]:
             draw(result, args.out, f"cifar10_{name}")
         (HERE / f"reported_{name}" / "table.txt").write_text(report(result))
     same = {RUNS[name]: run for name, run in runs.items() if not name.startswith("trained")}
+    if "trained_backpack_label" in runs:
+        draw_hero(runs["trained_backpack_label"], args.out / "hero.png")
     draw_beside(same, args.out / "cifar10_factors.png")
     named = {RUNS[name]: run for name, run in runs.items()}
     for metric in ("nll", "ece", "accuracy"):

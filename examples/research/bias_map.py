@@ -30,11 +30,11 @@ breast cancer data. All of their 372 factors with rows enough are within 0.91 to
 single mini-batches' predictions within 1.5.
 
 What the map says: the number of rows over the dimension hardly tells the bias, the effective
-number of rows over the effective dimension does. Input factors are 1.4 times too large at most,
-output factors up to nine times. Where the weakest factor has fewer than three effective rows per
+number of rows over the effective dimension does. Input factors are 1.5 times too large at most,
+output factors up to ten times. Where the weakest factor has fewer than three effective rows per
 effective dimension, two-batch and crossfit posteriors are two to three times closer to the full
-batch than a single mini-batch; above ten (four posteriors), nothing is left to correct, and
-two-batch loses by halving its data.
+batch than a single mini-batch, and automatic ones ten times and more; above ten there is nothing
+left to correct, and two-batch loses by halving its data.
 """
 
 # %% Imports
@@ -356,7 +356,11 @@ def approximations(network: str) -> tuple[str, ...]:
 
 
 def run(
-    networks: list[str], sizes: Sizes, output: Path | None, cifar10: Path | None = None
+    networks: list[str],
+    sizes: Sizes,
+    output: Path | None,
+    cifar10: Path | None = None,
+    redraw: bool = False,
 ) -> tuple[list[dict], list[dict]]:
     """Measure, or read, all factors and posteriors; posteriors for the digits' first seeds only.
 
@@ -365,6 +369,7 @@ def run(
         sizes: How large the map is.
         output: Folder of the cells.
         cifar10: Where CIFAR-10 lies, for the networks that need it.
+        redraw: Measure nothing: leave out what is not complete.
     """
     factors: list[dict] = []
     posteriors: list[dict] = []
@@ -376,6 +381,12 @@ def run(
         store = CellStore(None if output is None else output / network, config)
         for fisher in chosen.fishers:
             for m in [m for m in sizes.batch_sizes if m <= chosen.largest]:
+                posterior_approxes = approximations(network) if network in WITH_POSTERIORS else ()
+                names = [
+                    f"factors {a} {fisher} {m}" for a in approximations(network) if a != "backpack"
+                ] + [f"posteriors {a} {fisher} {m}" for a in posterior_approxes]
+                if redraw and not all(name in store for name in names):
+                    continue
                 label = {"network": network, "use": chosen.use, "fisher": fisher, "m": m}
                 measured = {
                     approx: store.get(
@@ -387,7 +398,7 @@ def run(
                 }
                 rows = [{"approx": a, **label, **row} for a in measured for row in measured[a]]
                 factors += distinct(rows)
-                for approx in approximations(network) if network in WITH_POSTERIORS else ():
+                for approx in posterior_approxes:
                     distances = posterior_cell(source, store, approx, fisher, m, sizes)
                     parts = ("reduce", "expand") if approx == "backpack" else (approx, approx)
                     behind = [
@@ -427,14 +438,17 @@ def main(argv: list[str] | None = None) -> tuple[list[dict], list[dict]]:
     parser.add_argument("--test-size", type=int, default=50)
     parser.add_argument("--epochs", type=int, help="of training; each network's own by default")
     parser.add_argument("--output", type=Path, default=Path("outputs/bias_map"))
+    parser.add_argument("--redraw", action="store_true", help="only draw what OUTPUT holds")
     args = parser.parse_args(argv)
     sizes = Sizes(
         tuple(args.batch_sizes), args.draws, args.posterior_draws, args.test_size, args.epochs
     )
     networks = args.networks or [
-        name for name, network in NETWORKS.items() if args.folder or not network.needs_folder
+        name
+        for name, network in NETWORKS.items()
+        if args.folder or args.redraw or not network.needs_folder
     ]
-    factors, posteriors = run(networks, sizes, args.output, args.folder)
+    factors, posteriors = run(networks, sizes, args.output, args.folder, args.redraw)
     print(table(factors, posteriors))
     figure(factors, posteriors, args.output / "bias_map.png")
     return factors, posteriors

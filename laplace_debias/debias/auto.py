@@ -19,9 +19,8 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from laplace_debias.data.loaders import is_main
+from laplace_debias.data.loaders import bar, is_main
 from laplace_debias.data.processes import from_main, processes, total
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.certificate import (
@@ -54,7 +53,7 @@ def fit_auto(
     ridges: Tensor,
     *,
     correct: bool = True,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
 ) -> FitResult:
     """Fit to a tolerance, or with a given number of backward passes.
 
@@ -64,7 +63,7 @@ def fit_auto(
         options: Tolerance and budgets.
         ridges: Prior precision over the Hessian factor of each block, ``[n_blocks]``.
         correct: Whether to correct eigenvalues for the inverse.
-        progress_bar: Whether to show one, advanced by backward passes.
+        progress_bar: Whether to show one, advanced by passes, forward and backward.
 
     Returns:
         The fit with its report.
@@ -87,9 +86,8 @@ def fit_auto(
     if engine.draw_seed is not None:  # processes draw alike
         generator = torch.Generator().manual_seed(engine.draw_seed)
         options = replace(options, generator=generator)
-    shown = progress_bar and is_main()
-    with tqdm(disable=not shown, unit="pass", desc="[K-FAC: pairs]") as bar:
-        rounds = Rounds(engine, data, options, bar)
+    with bar(shown=progress_bar, total=0, unit="pass") as shown:
+        rounds = Rounds(engine, data, options, shown)
         return _Fit(rounds, ridges.double(), correct).fit()
 
 

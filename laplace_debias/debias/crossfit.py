@@ -69,7 +69,7 @@ def fit_crossfit(
     warn_if_sequential(data.loader)
     if processes() is not None:
         return fit_shared_folds(engine, data, options, progress_bar=progress_bar)
-    with bar(shown=progress_bar, unit="batch") as shown:
+    with bar(shown=progress_bar, total=0, unit="datum") as shown:
         run = _Run(engine, data, options, shown)
         if options.sampling == "uniform":
             return run.uniform()
@@ -84,12 +84,13 @@ class _Run:
     ) -> None:
         self.engine, self.data, self.options, self.bar = engine, data, options, bar
 
-    def read(self, phase: str, batches: Iterable[Any] | None = None) -> Iterator[Batch]:
-        """Mini-batches, shown in the progress bar."""
-        self.bar.set_description(f"[K-FAC: {phase}]")
-        for batch in self.data.read(batches):
-            yield batch
-            self.bar.update()
+    def read(self, phase: str, batches: Iterable[Any] | None = None, n: int = 0) -> Iterator[Batch]:
+        """Mini-batches, shown in the progress bar, which expects n more data."""
+        self.bar.total += n
+        self.bar.set_description(f"[K-FAC: {phase}]", refresh=False)
+        for X, y in self.data.read(batches):
+            self.bar.update(len(y))
+            yield X, y
 
     def uniform(self) -> FitResult:
         """Consecutive data of the loader, cut into folds; further ones for the input factors."""
@@ -99,6 +100,7 @@ class _Run:
         K, M = options.n_folds, options.n_curvature
         extra = max(0, options.n_input - M)
         sizes = even_parts(M, K) + even_parts(extra, K)
+        self.bar.total += sum(sizes)
         folds: list[list[Factors]] = [[] for _ in range(K)]
         more: list[list[Factors]] = [[] for _ in range(K)]
         loss: Tensor | float = 0.0
@@ -167,10 +169,11 @@ class _Run:
         pool = MapStyle(loader, options.n_pool if given is None else None, options.generator)
         passed = PoolPass(engine, options, self.data.key_x)
         n_input = min(options.n_input, len(pool))
-        for X, y in self.read("pool", pool.read(range(n_input), at_once=options.n_folds)):
+        for X, y in self.read("pool", pool.read(range(n_input), at_once=options.n_folds), n_input):
             passed.add(X, y)  # in passes of one mini-batch, as each fold takes its share
         if given is None and n_input < len(pool):
-            for X, y in self.read("pool", pool.read(range(n_input, len(pool)))):
+            rest = range(n_input, len(pool))
+            for X, y in self.read("pool", pool.read(rest), len(rest)):
                 passed.add(X, y)
         if given is None:
             f = torch.cat(passed.outputs)
@@ -192,7 +195,7 @@ class _Run:
             draw = draw_weighted(scores, m, order=order, generator=options.generator)
             rows, weights = distinct(draw)
             parts, start = [], 0
-            for X, y in self.read("draws", pool.read(rows)):
+            for X, y in self.read("draws", pool.read(rows), len(rows)):
                 w = weights[start : start + len(y)]
                 parts.append(engine.factors(X, y, w, inputs=False))
                 start += len(y)
@@ -213,6 +216,7 @@ class _Run:
         for X, y in self.read("pool"):
             if passed is None:
                 options = self.options.resolved(len(y))
+                self.bar.total += options.n_pool
                 passed = PoolPass(self.engine, options, key)
                 for m in even_parts(options.n_curvature, options.n_folds):
                     reservoirs.append(Reservoirs(m, generator=options.generator, device=y.device))

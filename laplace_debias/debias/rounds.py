@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from laplace_debias.data.inputs import Batch, Inputs, take
 from laplace_debias.data.pool import Pool, given_scores
@@ -44,7 +44,7 @@ class Rounds:
         engine: Makes the passes, and counts them.
         data: The loader and N.
         options: Budgets, scores from training, and the source of the draws.
-        bar: Shows backward passes.
+        bar: Shows passes, forward and backward; each round adds its own to the total.
 
     Attributes:
         pool: The data read so far.
@@ -115,8 +115,11 @@ class Rounds:
         if self.stale is not None and self.options.n_pool is None:
             size = STALE_POOL
         if processes() is None:
+            self._expect("scores", min(size, self.data.n_data) - self.pool.size)
             for X, y in self.pool.grow(size):
                 self.moments.add(X, y)
+                if self.bar is not None:
+                    self.bar.update(len(y))
         else:
             self._grow_together(size)
         self.data.check_seen({"pool": self.pool.size}, disjoint=True)
@@ -174,6 +177,8 @@ class Rounds:
         first = len(self.drawn.weights)
         distinct = self.stale is None
         self.drawn.add(draw.probabilities, groups, share, growth, distinct=distinct)
+        group = processes()
+        self._expect("pairs", len(draw) if group is None else -(-len(draw) // group.size))
         with together("its backward passes"):
             for at, X, y in self._pieces(draw):
                 more = {"y": y, "classes": draw.classes[at], "numbers": first + at}
@@ -187,6 +192,12 @@ class Rounds:
         for factor in self.factors:
             factor.exchange()
             factor.close(share, growth, distinct=distinct)
+
+    def _expect(self, phase: str, n_passes: int) -> None:
+        """Tell the progress bar how many passes come next."""
+        if self.bar is not None and n_passes > 0:
+            self.bar.total = (self.bar.total or 0) + n_passes
+            self.bar.set_description(f"[K-FAC: {phase}]", refresh=False)
 
     def _pieces(self, draw: PairDraw) -> Iterator[tuple[Tensor, Inputs, Tensor]]:
         """The same in pieces of what one pass may take; rows are kept of all layers at once."""

@@ -68,13 +68,14 @@ class Products(TorchFunctionMode):
     Args:
         layer: The layer.
         add: Called with the layer, a layer of the geometry used, the input and the output of every
-            such product; what it returns takes the output's place.
+            such product, and the names of its parameters in it; what it returns takes the output's
+            place.
     """
 
     def __init__(
         self,
         layer: nn.Module,
-        add: Callable[[nn.Module, nn.Module, Tensor, Tensor], Tensor],
+        add: Callable[[nn.Module, nn.Module, Tensor, Tensor, tuple[str, ...]], Tensor],
     ) -> None:
         super().__init__()
         self.layer, self.add, self.found = layer, add, False
@@ -94,4 +95,7 @@ class Products(TorchFunctionMode):
         if not isinstance(geometry, nn.Linear):
             options = {k: given[k] for k in _CONV_ARGUMENTS[3:] if k in given}
             geometry = conv_geometry(weight, **options)
-        return self.add(self.layer, geometry, given["input"], output)
+        bias = self.layer._parameters.get("bias")
+        added = bias is not None and given.get("bias") is bias
+        used = ("weight", "bias") if added else ("weight",)
+        return self.add(self.layer, geometry, given["input"], output, used)

@@ -46,6 +46,8 @@ class LayerCall:
         output: The output, as long as somebody else holds it, with its version.
         geometry: A layer of the kernel, stride and padding that were used: the layer itself, but
             for one that pads its input itself.
+        used: Names of the layer's parameters that the recorded product multiplies or adds: none if
+            its ``forward`` makes something else of them.
     """
 
     module: nn.Module
@@ -56,6 +58,7 @@ class LayerCall:
     edge: GradientEdge | None
     output: tuple[ref[Tensor], int]
     geometry: nn.Module
+    used: tuple[str, ...] = ("weight", "bias")
 
     def is_output(self, f: Tensor) -> bool:
         """Whether the network's output ``f`` is this very output, unchanged."""
@@ -163,17 +166,26 @@ class Recorder:
     def _record(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> Tensor | None:
+        used: tuple[str, ...] = ("weight", "bias")
         if self._inside and self._inside[-1][0].layer is layer:
             mode, stack = self._inside.pop()
             stack.close()
             if mode.found:
                 return None
+            used = ()
         if not isinstance(output, Tensor):
             return None
-        replaced = self.add(layer, layer, args[0] if args else kwargs.get("input"), output)
+        replaced = self.add(layer, layer, args[0] if args else kwargs.get("input"), output, used)
         return None if replaced is output else replaced
 
-    def add(self, layer: nn.Module, geometry: nn.Module, a: Any, output: Tensor) -> Tensor:
+    def add(
+        self,
+        layer: nn.Module,
+        geometry: nn.Module,
+        a: Any,
+        output: Tensor,
+        used: tuple[str, ...] = ("weight", "bias"),
+    ) -> Tensor:
         """Record a call of a layer.
 
         Args:
@@ -181,6 +193,7 @@ class Recorder:
             geometry: A layer of the kernel, stride and padding that were used.
             a: Its input.
             output: Its output.
+            used: Names of the layer's parameters that take part as they are.
 
         Returns:
             The output, or what has to take its place.
@@ -198,7 +211,9 @@ class Recorder:
                 version = _version(kept)
         end = (ref(replaced), _version(replaced))
         self.calls[layer].append(
-            LayerCall(layer, kept, replaced.shape, replaced.dtype, version, edge, end, geometry)
+            LayerCall(
+                layer, kept, replaced.shape, replaced.dtype, version, edge, end, geometry, used
+            )
         )
         return replaced
 

@@ -21,8 +21,10 @@ from laplace_debias.plots.quadratics import (
 )
 from laplace_debias.plots.runtimes import plot_runtimes
 from laplace_debias.plots.series import plot_batch_sizes, plot_report, plot_series
+from laplace_debias.plots.style import decades, style_of
 
 __all__ = [
+    "decades",
     "plot_band",
     "plot_batch_sizes",
     "plot_bias",
@@ -40,4 +42,5 @@ __all__ = [
     "plot_runtimes",
     "plot_series",
     "plot_sweep",
+    "style_of",
 ]

@@ -81,8 +81,8 @@ def plot_comparison(
         ax.set_xlabel(r"prior precision $\beta$")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     panels[0, 0].figure.legend(
-        handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False,
-        fontsize=8,
+        handles, labels, loc="outside lower center", frameon=False, fontsize=8, columnspacing=1.2,
+        ncols=min(len(labels), 3 if shape[1] < 3 else 6), handlelength=2.2,
     )  # fmt: skip
     return panels
 

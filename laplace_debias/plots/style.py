@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
+from matplotlib.axis import Axis, XAxis
 from matplotlib.colors import to_rgb
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from laplace_debias.comparison.rows import (
+    AUTO,
     CROSSFIT,
     DIAGONAL,
     FULL,
@@ -29,6 +30,7 @@ _STYLES = {
     SINGLE: ("#E69F00", "s", "--"),
     TWO_BATCH: ("#0072B2", "o", "-"),
     CROSSFIT: ("#009E73", "^", "-."),
+    AUTO: ("#D55E00", "D", ":"),
     FULL: ("black", "x", "-"),
     LARGE: ("black", "x", "-"),
     PLAIN: ("0.45", "", "--"),
@@ -37,7 +39,7 @@ _STYLES = {
     DIAGONAL: ("#CC79A7", "P", ":"),
     PRIOR_ONLY: ("#8c6d31", "X", "--"),
 }
-_OTHERS = (("#D55E00", "D", "-"), ("#5e3c99", "v", "--"), ("#4d4d4d", "P", ":"))
+_OTHERS = (("#a6611a", "h", "-"), ("#5e3c99", "v", "--"), ("#4d4d4d", "P", ":"))
 _LABELS = {
     "accuracy": "accuracy",
     "nll": "NLL",
@@ -108,6 +110,9 @@ def legend_below(ax: Axes, ncols: int = 3) -> None:
 def decades(axis: Axis) -> None:
     """Label a logarithmic axis at 1, 2 and 5 of every decade where it spans few, in plain numbers.
 
+    Labels of a horizontal axis stand side by side and need more room: 1 and 3 of a decade there,
+    unless it spans less than one.
+
     Example:
         >>> import matplotlib.pyplot as plt
         >>> ax = plt.subplots()[1]
@@ -116,7 +121,8 @@ def decades(axis: Axis) -> None:
     """
     low, high = sorted(axis.get_view_interval())
     few = low > 0 and high / low < 200
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
+    subs = (1, 3) if isinstance(axis, XAxis) and high > 9 * low else (1, 2, 5)
+    axis.set_major_locator(LogLocator(subs=subs if few else (1,)))
     axis.set_minor_formatter(NullFormatter())
     if few:
         axis.set_major_formatter("{x:g}")

@@ -82,6 +82,7 @@ from laplace_debias.network.verify import verify_layers
 from laplace_debias.posterior.options import (
     check_backend,
     check_objective,
+    check_parameters,
     check_prior_precision,
     check_scales,
     chosen_fisher,
@@ -90,7 +91,7 @@ from laplace_debias.posterior.options import (
 )
 from laplace_debias.posterior.resuming import check_resumable, fit_checkpoint
 from laplace_debias.posterior.several import agreed_seed, check_same_model, cost_of_all
-from laplace_debias.posterior.state import check_parameters, load_state, save_state
+from laplace_debias.posterior.state import load_state, save_state
 from laplace_debias.predictive.links import (
     check_n_samples,
     mean_label_log_probabilities,
@@ -186,7 +187,9 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         self.kfac_approx, self.sampler, self.generator = kfac_approx, sampler, generator
         self.options = method_options(self.debias, kwargs, generator)
         kind = likelihood_name(likelihood)
-        ratios, kwargs["sigma_noise"] = noise_ratios(kwargs.get("sigma_noise", 1.0))
+        ratios, common = noise_ratios(kwargs.get("sigma_noise", 1.0))
+        if ratios is not None:
+            kwargs["sigma_noise"] = common
         self.objective = objective_of(kind, class_weights, label_smoothing, ratios, ignore_index)
         check_objective(self.objective, self.debias)
         foreign = None if issubclass(backend or HookGGN, HookInterface) else backend
@@ -276,7 +279,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 added to those of earlier fits, each with its own N, and decomposed again (all
                 weights only). With ``debias=True`` the earlier fits have to be made with ``False``
                 as well: only then the factors of the curvatures are formed and kept.
-            progress_bar: Whether to show one.
+            progress_bar: Whether to show one; by default on a terminal, after some seconds.
             curvature_loader: The data for the curvatures.
             n_data: N, by default ``len(train_loader.dataset)``.
             checkpoint: A file for what was done so far; the same call goes on from there after an
@@ -308,7 +311,9 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             check_same_model(self.model)
         past, kept = None if override else self._fitted, None
         with torch.inference_mode(False), self._engine() as (engine, cast, check):
-            checks = within_budget(engine, memory_budget, row_keys(self), check, self.verify)
+            checks = check if self.verify else None
+            if memory_budget is not None:
+                checks = within_budget(engine, memory_budget, row_keys(self), check, self.verify)
             data = TrainingData(
                 train_loader,
                 curvature_loader,
@@ -324,9 +329,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 engine.draw_seed = agreed_seed(self.generator)
             if isinstance(self.options, AutoOptions) and isinstance(engine, Engine):
                 ridges = self._ridges(len(engine.names))
-                fitted = fit_auto(
-                    engine, data, self.options, ridges, progress_bar=bool(progress_bar)
-                )
+                fitted = fit_auto(engine, data, self.options, ridges, progress_bar=progress_bar)
             elif isinstance(self.options, CrossfitOptions) and isinstance(engine, Engine):
                 fitted = fit_crossfit(engine, data, self.options, progress_bar=progress_bar)
             else:
@@ -839,7 +842,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             link_approx: Link approximation of the grid search; use the one you predict with.
             n_samples: Number of samples, where there are any.
             verbose: Whether to print the result.
-            progress_bar: Whether to show one.
+            progress_bar: Show a progress bar; by default on a terminal, if it takes some
+                seconds.
             log_prior_prec_base: Base of the exponents.
 
         Raises:

@@ -225,3 +225,24 @@ def check_prior_precision(value: float | Tensor) -> None:
         raise ValueError(
             f"Expected a positive, finite prior precision, got {value}. Remedy: pass e.g. 1.0."
         )
+
+
+def check_parameters(found: Sequence[str], expected: Sequence[str]) -> None:
+    """Raise unless a fit is about to cover the parameters that the posterior was built for.
+
+    Args:
+        found: Names of the parameters that require a gradient now.
+        expected: Names of those that did when the posterior was built.
+
+    Raises:
+        ValueError: If they differ.
+
+    Example:
+        >>> check_parameters(("weight",), ["weight"])
+    """
+    if list(found) != list(expected):
+        raise ValueError(
+            "Expected the parameters that required a gradient when this object was built, "
+            f"{list(expected)}, got {list(found)}. Remedy: freeze parameters before building it, "
+            "and build a new one."
+        )

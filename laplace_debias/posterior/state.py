@@ -7,7 +7,7 @@ adds to ``UPGRADES`` what brings a state of the format before to the new one.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -296,24 +296,3 @@ def _plain(value: Any) -> str:
 def _detached(value: Any) -> Any:
     """A tensor without its graph, anything else as it is."""
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def check_parameters(found: Sequence[str], expected: Sequence[str]) -> None:
-    """Raise unless a fit is about to cover the parameters that the posterior was built for.
-
-    Args:
-        found: Names of the parameters that require a gradient now.
-        expected: Names of those that did when the posterior was built.
-
-    Raises:
-        ValueError: If they differ.
-
-    Example:
-        >>> check_parameters(("weight",), ["weight"])
-    """
-    if list(found) != list(expected):
-        raise ValueError(
-            "Expected the parameters that required a gradient when this object was built, "
-            f"{list(expected)}, got {list(found)}. Remedy: freeze parameters before building it, "
-            "and build a new one."
-        )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take, tensors_of
 from laplace_debias.kfac.thin import coordinates
 from laplace_debias.network.layers import has_rows_last, is_norm, is_transposed
-from laplace_debias.network.ownership import is_ordinary, owners
+from laplace_debias.network.ownership import owners
 from laplace_debias.network.recorder import LayerCall
 from laplace_debias.network.unfold import patch_order
 from laplace_debias.network.verify import verify_data
@@ -30,6 +30,7 @@ from laplace_debias.predictive.probing import (
     call_inputs,
     call_normalised,
     data_dims,
+    is_recorded,
     per_datum_jacobians,
     run,
 )
@@ -60,7 +61,7 @@ class LayerJacobians:
         self.model, self.blocks, self.key, self.keep_graph = model, blocks, key, keep_graph
         self.owners = owners(model, [block.param for block in blocks])
         self.modules = list(
-            dict.fromkeys(m for found in self.owners.values() for m, _ in found if is_ordinary(m))
+            dict.fromkeys(m for found in self.owners.values() for m, _ in found if is_recorded(m))
         )
         self.dims: dict[nn.Module, list[int | None]] | None = None
         self.verify, self.targets, self._verified = verify, targets, set[bool]()
@@ -238,11 +239,13 @@ class LayerJacobians:
         """Return the calls that make up a block's Jacobian, or why there is no such list."""
         found = self.owners.get(id(block.param), [])
         for module, name in found:
-            if name not in ("weight", "bias") or not is_ordinary(module):
-                return f"{type(module).__name__} is not an ordinary Linear, Conv2d or norm"
+            if name not in ("weight", "bias") or not is_recorded(module):
+                return f"{type(module).__name__} is not a Linear, Conv2d or norm"
         sources: list[Source] = []
-        for module, _ in found:
+        for module, name in found:
             calls = capture.calls[module]
+            if any(name not in call.used for call in calls):
+                return f"{type(module).__name__} has a forward of its own that changes it"
             dims = (self.dims or {}).get(module, []) if n > 1 else [None] * len(calls)
             if len(dims) != len(calls):
                 return "its layer is not called equally often for all inputs"
@@ -261,7 +264,7 @@ class LayerJacobians:
                 return "its layer does not keep the data apart along one dimension"
             if n > 1 and dim is not None and call.kept_input.shape[dim] != n:
                 return "its layer sees some of the data only"
-        if len({getattr(call.module, "groups", 1) for call, _ in sources}) > 1:
+        if len({getattr(call.geometry, "groups", 1) for call, _ in sources}) > 1:
             return "it is shared by convolutions with different groups"
         return sources
 
@@ -292,6 +295,7 @@ class LayerJacobians:
             G = torch.cat(Gs, dim=-1) if len(Gs) > 1 else Gs[0]  # [n, C, d_out, R]
             n, R = len(G), G.shape[-1]
             module, first = sources[0][0].module, blocks[0]
+            geometry = sources[0][0].geometry  # of the kernel that was used
 
             def inputs(rows: slice) -> Tensor:
                 parts = [
@@ -318,9 +322,9 @@ class LayerJacobians:
             if is_transposed(module):
                 blocks = [block.turned for block in blocks]
             bases = [(block.Q[0], block.Q[1]) for block in blocks]
-            if isinstance(module, nn.Conv2d):
-                bases = [(Q_B, patch_order(Q_A, module)) for Q_B, Q_A in bases]
-            if R == 1 and getattr(module, "groups", 1) == 1 and mode != "joint":
+            if isinstance(geometry, nn.Conv2d):
+                bases = [(Q_B, patch_order(Q_A, geometry)) for Q_B, Q_A in bases]
+            if R == 1 and getattr(geometry, "groups", 1) == 1 and mode != "joint":
                 A, results = inputs(slice(0, n)).flatten(1), []
                 for block, (Q_B, Q_A) in zip(blocks, bases, strict=True):
                     g, a = coordinates(G.squeeze(-1), Q_B), coordinates(A, Q_A)

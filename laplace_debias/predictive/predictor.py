@@ -41,12 +41,15 @@ from laplace_debias.predictive.eigenblocks import (
 from laplace_debias.predictive.last_layer import last_layer_moments
 from laplace_debias.predictive.layer_jacobians import LayerJacobians
 from laplace_debias.predictive.output_gradients import top_classes
-from laplace_debias.predictive.predictions import DEFAULT_MEMORY_BUDGET, check_method
+from laplace_debias.predictive.predictions import (
+    DEFAULT_MEMORY_BUDGET,
+    N_TOP,
+    cheapest_method,
+    check_method,
+)
 from laplace_debias.predictive.prior_nodes import N_NODES, prior_nodes
+from laplace_debias.predictive.sample_nodes import sample_nodes
 from laplace_debias.predictive.weight_samples import WeightSampler
-
-N_TOP = 20
-"""Most classes whose variances :meth:`StructuredPredictor.top` makes exact."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,9 @@ class StructuredPredictor:
         self._verified, self._said = not getattr(la, "verify", True), False
         self.keep_graph = la.enable_backprop if keep_graph is None else keep_graph
         nodes = None
-        scalar = bool((self.deltas == self.deltas[:, :1]).all())
-        if scalar and len(self.deltas) > N_NODES and not has_closed_form(la):
+        self._scalar = bool((self.deltas == self.deltas[:, :1]).all())
+        self._sampled_from: tuple[tuple[Tensor, Tensor] | None] | None = None
+        if self._scalar and len(self.deltas) > N_NODES and not has_closed_form(la):
             nodes = prior_nodes(self.deltas[:, 0])
         self._coefficients = None if nodes is None else nodes[1]
         deltas = self.deltas if nodes is None else nodes[0].unsqueeze(1).expand(-1, n_blocks)
@@ -160,11 +164,19 @@ class StructuredPredictor:
     @contextmanager
     def _sampler(self) -> Iterator[WeightSampler]:
         """What draws from the posteriors, while the model can be differentiated."""
+        deltas, coefficients = self.deltas, None
+        if self._scalar and not has_closed_form(self.la):
+            if self._sampled_from is None:
+                lams = [block.lam for block in self.blocks]
+                self._sampled_from = (sample_nodes(lams, deltas[:, 0]),)
+            if self._sampled_from[0] is not None:
+                nodes, coefficients = self._sampled_from[0]
+                deltas = nodes.unsqueeze(1).expand(-1, len(self.blocks))
         blocks = self.blocks
-        if self._coefficients is not None:  # samples are of each prior precision itself
-            blocks = eigen_blocks(self.la, self.deltas, self.memory_budget)
+        if deltas is not self.deltas or self._coefficients is not None:
+            blocks = eigen_blocks(self.la, deltas, self.memory_budget)
         with differentiable(self.la.model, self.params):
-            yield WeightSampler(self.la, blocks, self.memory_budget, self.keep_graph)
+            yield WeightSampler(self.la, blocks, self.memory_budget, self.keep_graph, coefficients)
 
     def top(self, x: Inputs, diagonal_output: bool = True) -> LinearizedPredictive:
         r"""Return exact variances of the classes that carry the probability.
@@ -200,29 +212,21 @@ class StructuredPredictor:
         return self._result(f, moments, "top")
 
     def chosen_method(self, x: Inputs, n_samples: int, diagonal_output: bool) -> str:
-        """The way that ``method="auto"`` takes: exact, unless that costs five times another.
+        """The way that ``method="auto"`` takes, by :func:`cheapest_method`.
 
-        Counted in forward passes: a backward pass or a forward-mode product costs about two. The
-        exact way takes one backward pass and as much again for the contraction per output (of all
-        positions), and, unless only diagonals are needed, C products per output; :meth:`top` does
-        so for at most 20 outputs; S samples take a product each for every prior precision. The
-        last layer's closed form is always exact: it needs no pass at all.
+        A last layer's closed form is always exact: it needs no pass at all.
         """
         if has_closed_form(self.la):
             return "exact"
         with differentiable(self.la.model, self.params):
             C, _ = self._layers.n_outputs(self._inputs(x))
-        k = len(self.deltas)
-        costs = {"samples": 2 * max(n_samples, 20) * k}
-        exact = 4 * C + (0 if diagonal_output else C * k)
-        if exact <= 5 * min(4 * N_TOP, *costs.values()):
-            return "exact"
-        if diagonal_output and likelihood_name(self.la.likelihood) == "classification":
-            if self._layers.has_output_layer:
-                costs["top"] = 4 * N_TOP
-        best = min(costs, key=lambda name: costs[name])
-        if 5 * costs[best] >= exact:
-            return "exact"
+        classes = likelihood_name(self.la.likelihood) == "classification"
+        best = cheapest_method(
+            C, len(self.deltas), n_samples, diagonal=diagonal_output,
+            top=classes and self._layers.has_output_layer, shared=self._scalar,
+        )  # fmt: skip
+        if best == "exact":
+            return best
         if not self._said:
             self._said = True
             warnings.warn(

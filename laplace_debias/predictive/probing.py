@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
 from laplace_debias.network.calling import call_model, classes_last, flat_outputs
 from laplace_debias.network.layers import Norm, is_norm
+from laplace_debias.network.ownership import is_ordinary
 from laplace_debias.network.recorder import LayerCall, Recorder, check_outputs, count_uses
 from laplace_debias.network.remembered import question_of, recall, remember
 from laplace_debias.network.responses import norm_positions, normalised
@@ -28,6 +29,7 @@ __all__ = [
     "call_inputs",
     "call_normalised",
     "data_dims",
+    "is_recorded",
     "per_datum_jacobians",
     "run",
 ]
@@ -79,6 +81,26 @@ def run(model: nn.Module, x: Inputs, modules: list[nn.Module], keep_graph: bool 
         raw = check_outputs(call_model(model, x))
     f = flat_outputs(raw)
     return Capture(f, classes_last(raw).shape, recorder.calls, count_uses(f))
+
+
+def is_recorded(module: nn.Module) -> bool:
+    """Whether a recorder tells what a module does with its parameters.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        True for ordinary layers, and for ``nn.Linear`` and ``nn.Conv2d`` with a ``forward`` of
+        their own, into which a recorder looks.
+
+    Example:
+        >>> class Padded(nn.Conv2d):
+        ...     def forward(self, x):
+        ...         return nn.functional.conv2d(nn.functional.pad(x, (0, 1)), self.weight)
+        >>> is_recorded(Padded(1, 1, 2)), is_recorded(nn.Tanh())
+        (True, False)
+    """
+    return is_ordinary(module) or isinstance(module, nn.Linear | nn.Conv2d)
 
 
 def call_inputs(call: LayerCall, n: int, dim: int | None, rows: slice) -> Tensor:

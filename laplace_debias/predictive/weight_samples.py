@@ -2,7 +2,8 @@ r"""Samples of the linearised network's outputs by forward-mode products.
 
 :math:`f_s = f + J (\theta_s - \theta^*)` with :math:`\theta_s - \theta^* = P^{-1/2} \epsilon_s`,
 one Jacobian-vector product per sample. Its cost does not depend on the number of outputs, and no
-covariance is formed: the way to go for a thousand classes.
+covariance is formed: the way to go for a thousand classes. More than three prior precisions are
+made of a few (:mod:`laplace_debias.predictive.sample_nodes`).
 
 A layer that the model runs under ``torch.no_grad`` is constant for the exact way but not for this
 one: PyTorch's forward mode looks through ``no_grad``. Use ``detach`` to stop both.
@@ -93,13 +94,20 @@ class WeightSampler:
         blocks: The blocks of its posterior.
         memory_budget: Bytes to stay within.
         keep_graph: Allow differentiating with respect to the inputs.
+        coefficients: What makes samples at k prior precisions of those at the r of the blocks,
+            ``[r, k]``; by default the blocks' prior precisions are those that are wanted.
     """
 
     def __init__(
-        self, la: KronLaplace, blocks: list[EigenBlock], memory_budget: int, keep_graph: bool
+        self,
+        la: KronLaplace,
+        blocks: list[EigenBlock],
+        memory_budget: int,
+        keep_graph: bool,
+        coefficients: Tensor | None = None,
     ) -> None:
         """Keep the arguments."""
-        self.la, self.blocks = la, blocks
+        self.la, self.blocks, self.coefficients = la, blocks, coefficients
         self.memory_budget, self.keep_graph = memory_budget, keep_graph
 
     def __call__(
@@ -110,8 +118,10 @@ class WeightSampler:
         Raises:
             ValueError: If ``n_samples`` is not positive.
         """
-        k = len(self.blocks[0].delta)
-        parts: list[list[Tensor]] = [[] for _ in range(k)]
+        c = self.coefficients
+        parts: list[list[Tensor]] = [
+            [] for _ in range(len(self.blocks[0].delta) if c is None else c.shape[1])
+        ]
         with self._prepared(x, n_samples) as (f, draws):
             for i, new in draws(generator):
                 parts[i].append(f + new)
@@ -215,6 +225,7 @@ class WeightSampler:
         def draws(generator: torch.Generator | None) -> Iterator[tuple[int, Tensor]]:
             for start in range(0, n_samples, size):
                 eps = self._draw(min(size, n_samples - start), generator)
+                nodes = []
                 for k in range(len(self.blocks[0].delta)):
                     steps = [
                         posterior_step(e, block, k)
@@ -222,7 +233,13 @@ class WeightSampler:
                     ]
                     with _forward_mode_lock:
                         moved = [vmap(lambda s, c=chunk: product(c, s))(steps) for chunk in chunks]
-                    yield k, torch.cat(moved, dim=1)
+                    if self.coefficients is None:
+                        yield k, torch.cat(moved, dim=1)
+                    else:
+                        nodes.append(torch.cat(moved, dim=1))
+                if self.coefficients is not None:
+                    for k, c in enumerate(self.coefficients.to(nodes[0].dtype).T):
+                        yield k, torch.tensordot(c, torch.stack(nodes), dims=1)
 
         return f, draws
 

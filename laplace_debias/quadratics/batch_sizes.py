@@ -50,7 +50,7 @@ def bias_by_batch_size(
     seed: int = 0,
     folder: str | Path | None = None,
     data_id: str | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     **quadratic_options: Any,
 ) -> BatchSizeBias:
     """Measure directional slopes and curvatures at several batch sizes.
@@ -71,7 +71,7 @@ def bias_by_batch_size(
             resumes from there.
         data_id: Stands for the data in the folder, which are then not compared. Change it when
             they change.
-        progress_bar: Show one.
+        progress_bar: Show a progress bar; by default on a terminal, if it takes some seconds.
         **quadratic_options: ``curvature``, ``l2``, ``regularize_biases``, ``chunk_size`` and
             ``max_columns`` of :class:`Quadratic`.
 

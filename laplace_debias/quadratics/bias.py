@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from laplace_debias.data.chunks import Chunk
+from laplace_debias.data.loaders import bar
 from laplace_debias.quadratics.chosen import kept_directions
 from laplace_debias.quadratics.quadratic import Quadratic
 from laplace_debias.storage.cells import CellStore
@@ -120,7 +121,7 @@ def directional_bias(
     folder: str | Path | None = None,
     directions_folder: str | Path | None = None,
     data_id: str | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     solver_options: Mapping[str, Any] | None = None,
     **quadratic_options: Any,
 ) -> DirectionalBias:
@@ -139,7 +140,7 @@ def directional_bias(
             mini-batches. ``None``: they are deleted when all values along them are known.
         data_id: Stands for the data in the folder, which are then not compared. Change it when
             they change.
-        progress_bar: Show one.
+        progress_bar: Show a progress bar; by default on a terminal, if it takes some seconds.
         solver_options: Of :func:`top_eigenvectors` or :func:`cg`, e.g. ``tol``.
         **quadratic_options: ``curvature``, ``l2``, ``regularize_biases``, ``chunk_size`` and
             ``max_columns`` of :class:`Quadratic`.
@@ -176,7 +177,7 @@ def directional_bias(
         folder, model, {"data": batches}, loss=loss, options=options, data_id=data_id
     )
     slopes, curvatures = [], []
-    with tqdm(total=len(chosen) * len(batches), disable=not progress_bar, desc=directions) as bar:
+    with bar(title=directions, total=len(chosen) * len(batches), shown=progress_bar) as shown:
         for s in chosen:
             parts = None if study.folder is None else study.folder / f"parts of {s}"
             kept = parts if directions_folder is None else Path(directions_folder)
@@ -195,11 +196,11 @@ def directional_bias(
             )
             part = f"batch {s}"
             if part in study:
-                bar.update(len(batches))
+                shown.update(len(batches))
             cells = CellStore(None if part in study else parts, study.config)
             quadratics = partial(Quadratic, model, loss, **quadratic_options)
             measured = study.get(
-                part, partial(_measure, quadratics, batches, choose, k, bar, cells)
+                part, partial(_measure, quadratics, batches, choose, k, shown, cells)
             )
             if parts is not None:
                 shutil.rmtree(parts, ignore_errors=True)
@@ -220,7 +221,7 @@ def _measure(
     batches: Sequence[Chunk],
     choose: Callable[[], dict[str, Tensor]],
     k: int,
-    bar: tqdm,
+    shown: tqdm,
     cells: CellStore,
 ) -> dict[str, Tensor]:
     """Choose directions and measure along them on all mini-batches; each result ``[M, k]``."""
@@ -238,5 +239,5 @@ def _measure(
     rows = []
     for m, batch in enumerate(batches):
         rows.append(cells.get(f"on {m}", partial(measure, batch)))
-        bar.update()
+        shown.update()
     return {name: torch.stack([row[name] for row in rows]) for name in ("slopes", "curvatures")}

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from laplace_debias.data.chunks import Chunk
+from laplace_debias.data.loaders import bar
 from laplace_debias.quadratics.cg import cg
 from laplace_debias.quadratics.directions import SymmetricOperator, top_eigenvectors
 from laplace_debias.quadratics.quadratic import Quadratic
@@ -40,7 +40,8 @@ class RecordedProducts:
     Args:
         H: The operator.
         folder: Where to keep the products, one file each; ``None`` keeps nothing.
-        progress_bar: Show how many vectors were multiplied.
+        progress_bar: Show how many vectors were multiplied; by default on a terminal, if it
+            takes some seconds.
 
     Attributes:
         n_products: How many vectors ``H`` was multiplied onto, those from files not counted.
@@ -56,13 +57,13 @@ class RecordedProducts:
     """
 
     def __init__(
-        self, H: SymmetricOperator, folder: str | Path | None, *, progress_bar: bool = False
+        self, H: SymmetricOperator, folder: str | Path | None, *, progress_bar: bool | None = None
     ) -> None:
         """Keep references; see the class."""
         self._H = H
         self._folder = None if folder is None else Path(folder)
         self._asked = 0
-        self._bar = tqdm(disable=not progress_bar, desc="products", unit="vector")
+        self._bar = bar(title="products", shown=progress_bar, unit="vector")
         self.shape, self.dtype, self.device = (int(H.shape[0]), int(H.shape[1])), H.dtype, H.device
         self.n_products = 0
 
@@ -150,7 +151,7 @@ def kept_directions(
     *,
     folder: str | Path | None = None,
     data_id: str | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     solver_options: Mapping[str, Any] | None = None,
     **quadratic_options: Any,
 ) -> dict[str, Tensor]:
@@ -167,7 +168,7 @@ def kept_directions(
         k: How many.
         folder: Keeps them; ``None`` keeps nothing.
         data_id: Stands for the mini-batch in the folder, which is then not compared.
-        progress_bar: Count products.
+        progress_bar: Count products; by default on a terminal, if it takes some seconds.
         solver_options: Of :func:`top_eigenvectors` or :func:`cg`.
         **quadratic_options: As for :class:`Quadratic`.
 

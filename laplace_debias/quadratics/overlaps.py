@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from laplace_debias.data.chunks import Chunk
+from laplace_debias.data.loaders import bar
 from laplace_debias.quadratics.chosen import kept_directions
 from laplace_debias.storage.cells import CellStore
 from laplace_debias.storage.export import tidy
@@ -93,7 +93,7 @@ def overlap_study(
     folder: str | Path | None = None,
     directions_folder: str | Path | None = None,
     data_id: str | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     solver_options: Mapping[str, Any] | None = None,
     **quadratic_options: Any,
 ) -> EigenspaceOverlaps:
@@ -109,7 +109,7 @@ def overlap_study(
             takes those that :func:`directional_bias` has kept there.
         data_id: Stands for the data in the folder, which are then not compared. Change it when
             they change.
-        progress_bar: Show one.
+        progress_bar: Show a progress bar; by default on a terminal, if it takes some seconds.
         solver_options: Of :func:`top_eigenvectors`, e.g. ``tol``.
         **quadratic_options: ``curvature``, ``l2``, ``regularize_biases``, ``chunk_size`` and
             ``max_columns`` of :class:`Quadratic`.
@@ -150,7 +150,7 @@ def overlap_study(
                 solver_options=solver_options,
                 **quadratic_options,
             )
-            for m, batch in enumerate(tqdm(batches, disable=not progress_bar, desc="eigenspaces"))
+            for m, batch in enumerate(bar(batches, "eigenspaces", shown=progress_bar))
         ]
         omega = [
             torch.stack([eigenspace_overlaps(one["D"], other["D"]) for other in chosen])

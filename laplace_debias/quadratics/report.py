@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from laplace_debias.data.chunks import Chunk, gather, partition
+from laplace_debias.data.loaders import DELAY
 from laplace_debias.debias.expected_bias import ExpectedBias
 from laplace_debias.quadratics.directions import top_eigenvectors
 from laplace_debias.quadratics.expected import expected_by_size
@@ -180,7 +181,7 @@ def curvature_bias_report(
     per_layer: bool = False,
     folder: str | Path | None = None,
     data_id: str | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     **quadratic_options: Any,
 ) -> CurvatureBiasReport:
     """Diagnose the curvature bias of a model in one call.
@@ -201,7 +202,7 @@ def curvature_bias_report(
         folder: Keeps finished draws, and the same call resumes from there.
         data_id: Stands for the data in the folder, which are then not compared. Change it when
             they change.
-        progress_bar: Show one.
+        progress_bar: Show a progress bar; by default on a terminal, if it takes some seconds.
         **quadratic_options: ``curvature``, ``l2``, ``regularize_biases``, ``chunk_size`` (default
             512) and ``max_columns`` of :class:`Quadratic`.
 
@@ -251,12 +252,15 @@ def curvature_bias_report(
         }
 
     curvatures: dict[str, list[Tensor]] = {name: [] for name in names}
-    with tqdm(total=len(batch_sizes) * draws, disable=not progress_bar, desc="bias") as bar:
+    hidden = None if progress_bar is None else not progress_bar  # None: not on a terminal
+    delay = DELAY if progress_bar is None else 0
+    n_cells = len(batch_sizes) * draws
+    with tqdm(total=n_cells, desc="bias", disable=hidden, delay=delay) as shown:
         for size, draw in itertools.product(batch_sizes, range(draws)):
             measured = study.get(f"size {size} draw {draw}", partial(measure, size, draw))
             for name in names:
                 curvatures[name].append(measured[name])
-            bar.update()
+            shown.update()
     shape = (len(batch_sizes), draws, -1)
     return CurvatureBiasReport(
         curvature=options.get("curvature", "ggn"),

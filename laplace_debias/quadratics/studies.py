@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from laplace_debias.data.chunks import Chunk, gather, partition
+from laplace_debias.data.loaders import bar
 from laplace_debias.quadratics.directions import top_eigenvectors
 from laplace_debias.quadratics.quadratic import Quadratic
 from laplace_debias.storage.cells import CellStore
@@ -133,7 +133,7 @@ def bias_over_training(
     seed: int = 0,
     folder: str | Path | None = None,
     data_id: str | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     **quadratic_options: Any,
 ) -> BiasSeries:
     """Measure the relative biases at checkpoints of the training.
@@ -150,7 +150,7 @@ def bias_over_training(
         folder: Keeps finished checkpoints, and the same call resumes from there.
         data_id: Stands for the data in the folder, which are then not compared. Change it when
             they change.
-        progress_bar: Show one.
+        progress_bar: Show a progress bar; by default on a terminal, if it takes some seconds.
         **quadratic_options: As for :class:`Quadratic`.
 
     Returns:
@@ -192,7 +192,7 @@ def bias_by_model_size(
     seed: int = 0,
     folder: str | Path | None = None,
     data_id: str | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     **quadratic_options: Any,
 ) -> BiasSeries:
     """Measure the relative biases of trained models of different sizes.
@@ -208,7 +208,7 @@ def bias_by_model_size(
         folder: Keeps finished models, and the same call resumes from there.
         data_id: Stands for the data in the folder, which are then not compared. Change it when
             they change.
-        progress_bar: Show one.
+        progress_bar: Show a progress bar; by default on a terminal, if it takes some seconds.
         **quadratic_options: As for :class:`Quadratic`.
 
     Returns:
@@ -246,7 +246,7 @@ def _series(
     data: Chunk | Iterable[Chunk],
     folder: str | Path | None,
     data_id: str | None,
-    progress_bar: bool,
+    progress_bar: bool | None,
     options: dict[str, Any],
 ) -> BiasSeries:
     """Measure every model, or take it from the file."""
@@ -258,7 +258,7 @@ def _series(
     )
     parts = [
         study.get(label, partial(relative_biases, model, loss, data, **options))
-        for label, model in tqdm(models.items(), disable=not progress_bar, desc=name)
+        for label, model in bar(models.items(), name, shown=progress_bar)
     ]
     return BiasSeries(
         name=name,

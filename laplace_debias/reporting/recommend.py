@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 
 from laplace_debias.comparison.result import ComparisonResult
 from laplace_debias.comparison.rows import (
+    AUTO,
     CROSSFIT,
     DIAGONAL,
     FULL,
@@ -129,6 +130,9 @@ def recommend(
     sentence = f"{_order(chosen, temperature)}: NLL {chosen.mean('nll'):.4f} on the test data"
     sentence += f", against {' and '.join(against)}" if against else ""
     sentence += _seconds(chosen, found)
+    tried = {row.prior_precision or 0.0 for row in result.select(chosen.method)}
+    if len(tried) > 1 and chosen.prior_precision in (min(tried), max(tried)):
+        sentence += "; that prior precision lies on the edge of the grid"
     sentence += _shifted(chosen, found)
     return Recommendation(
         chosen.method,
@@ -193,7 +197,14 @@ def _code(
     if candidate.method == TEMPERATURE:
         T = "T" if temperature is None else f"{temperature:.3g}"
         return f"probs = (model(x) / {T}).softmax(-1)"
-    words = {TWO_BATCH: "True", CROSSFIT: f'"crossfit", n_curvature={candidate.budget}'}
+    words = {
+        TWO_BATCH: "True",
+        CROSSFIT: f'"crossfit", n_curvature={candidate.budget}',
+        AUTO: f'"auto", tolerance=None, n_passes={candidate.cost("backward") or 8:.0f}',
+    }
+    known = (*words, SINGLE, FULL, LARGE, LAST_LAYER, PRIOR_ONLY, DIAGONAL)
+    if candidate.method not in known:
+        return f"la = ...  # your own method {candidate.method!r} with {candidate.budget} data"
     debias = words.get(candidate.method, '"single"')
     subset = "last_layer" if candidate.method == LAST_LAYER else "all"
     noise = "" if sigma_noise is None else f", sigma_noise={sigma_noise:.6g}"
@@ -205,7 +216,8 @@ def _code(
         fit += f"  # with batch_size={candidate.rows[0].batch_size}"
     if candidate.method in (PRIOR_ONLY, DIAGONAL):
         fit = "prior_only(la, n_data, n_outputs)  # laplace_debias.comparison.baselines"
-    lines = [make, fit, f"la.prior_precision = {candidate.prior_precision:.6g}"]
+    first = "from laplace_debias import Laplace\n"
+    lines = [first + make, fit, f"la.prior_precision = {candidate.prior_precision:.6g}"]
     if candidate.method == DIAGONAL:
         lines[2] = (
             "predictor = DiagonalPredictor(la, diagonal_ggn(model, la.parameter_names, "

@@ -18,6 +18,7 @@ from laplace_debias.comparison.fitting import Fitting
 from laplace_debias.comparison.options import CustomMethod, Prediction, Reference
 from laplace_debias.comparison.result import ComparisonResult
 from laplace_debias.comparison.rows import (
+    AUTO,
     DIAGONAL,
     FITTED_ONCE,
     FULL,
@@ -54,7 +55,7 @@ def report(
     *,
     ood_loader: Iterable[Any] | None = None,
     val_loader: Iterable[Any] | None = None,
-    methods: Sequence[str | bool | CustomMethod] = (SINGLE, TWO_BATCH, FULL),
+    methods: Sequence[str | bool | CustomMethod] | None = None,
     baselines: Sequence[str] | None = None,
     budgets: Sequence[int] | None = None,
     n_draws: int = 3,
@@ -77,7 +78,8 @@ def report(
             precisions, and only the rest is measured on.
         ood_loader: Data out of distribution; for a regression with targets.
         val_loader: Validation data.
-        methods: See :func:`~laplace_debias.comparison.compare.compare`.
+        methods: See :func:`~laplace_debias.comparison.compare.compare`; by default ``"single"``,
+            ``"two-batch"``, ``"auto"`` (if it takes this model) and ``"full"``.
         baselines: See there; by default all that fit the likelihood.
         budgets: See there; by default twice and eight times the loader's batch size.
         n_draws: Number of draws of mini-batches.
@@ -129,6 +131,26 @@ def report(
     if baselines is None:
         every = (TEMPERATURE, LAST_LAYER, PRIOR_ONLY, DIAGONAL)
         baselines = [b for b in every if kind == "classification" or b != TEMPERATURE]
+    grid, note = list(map(float, default_grid(N))), ""
+    if methods is None:
+        probe = Fitting(
+            Laplace,
+            model,
+            train_loader,
+            val_loader,
+            kind,
+            options,
+            {},
+            Reference(),
+            Prediction(),
+            grid,
+            seed,
+        )
+        methods = (SINGLE, TWO_BATCH, AUTO, FULL)
+        try:
+            probe.posterior(AUTO, 1, 0)
+        except ValueError as error:  # what its pairs cannot represent
+            methods, note = (SINGLE, TWO_BATCH, FULL), f'"auto" is left out: {error}'
     expected, measured = _biases(model, kind, options, train_loader, size, N, seed)
     result = compare(
         model,
@@ -148,7 +170,6 @@ def report(
     T = best_temperature(model, val_loader, key_y) if TEMPERATURE in baselines else None
     noise = float(options.get("sigma_noise", 1.0))
     advice = recommend(result, kind, T, noise if kind == "regression" else None)
-    grid = list(map(float, default_grid(N)))
     fitting = Fitting(
         Laplace, model, train_loader, val_loader, kind, options,
         {m.name: m for m in methods if isinstance(m, CustomMethod)}, Reference(), Prediction(),
@@ -173,7 +194,7 @@ def report(
         for data in (test, ood_loader)
     )  # fmt: skip
     found = Report(
-        Path(path), advice, check, expected, measured, result, tuning, predicted, shifted
+        Path(path), advice, check, expected, measured, result, tuning, predicted, shifted, note
     )
     text = written(found, model, kind, N, n_draws, val_given=test is test_loader)
     write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from torch import nn
 
 from laplace_debias.comparison.result import ComparisonResult
-from laplace_debias.comparison.rows import FITTED_ONCE, FULL, LARGE
+from laplace_debias.comparison.rows import FITTED_ONCE, FULL, LARGE, PLAIN
 from laplace_debias.debias.bias import CurvatureBias
 from laplace_debias.debias.expected_bias import ExpectedBias
 from laplace_debias.evaluation.tuning_result import TuningResult
@@ -45,6 +45,7 @@ class Report:
         tuning: The sweep behind the chosen prior precision.
         predicted: Predictions of the test data, by name: ``"plain"`` and the shown posterior.
         shifted: Predictions out of distribution, by name; empty without an ``ood_loader``.
+        note: What was left out, and why; empty if nothing was.
     """
 
     path: Path
@@ -56,6 +57,7 @@ class Report:
     tuning: TuningResult
     predicted: dict[str, Predicted]
     shifted: dict[str, Predicted]
+    note: str = ""
 
 
 def written(
@@ -113,8 +115,8 @@ def _bias(found: Report) -> str:
         )
     text = (
         f"A mini-batch of {expected.n_data} data finds its own top curvature too large, because it "
-        f"chose the directions. {foretold} A second mini-batch measured what the bars on the right "
-        "show; one draw is noisy, and ratios below 1 are noise of the scale."
+        f"chose the directions. {foretold} A second mini-batch measured what the second figure "
+        "shows; one draw is noisy, and ratios below 1 are noise of the scale."
     )
     left = figure(
         plot_bias(expected).figure.figure,
@@ -137,9 +139,10 @@ def _methods(found: Report, n_draws: int, val_given: bool) -> str:
     for entry in entries:
         costs = [entry.cost(part) for part in ("backward", "seconds")]
         passes = None if costs[0] is None else f"{costs[0]:,.0f}"
+        seconds = None if costs[1] is None else f"{costs[1]:.3f}"
         name = entry.method if entry.method in FITTED_ONCE else f"{entry.method}, {entry.budget}"
         rows.append(
-            [name, entry.prior_precision, *(entry.mean(c) for c in columns), passes, costs[1]]
+            [name, entry.prior_precision, *(entry.mean(c) for c in columns), passes, seconds]
         )
     chosen = [(e.method, e.budget) for e in entries].index((advice.method, advice.budget))
     source = "validation data" if val_given else "every other datum of the test set"
@@ -150,7 +153,7 @@ def _methods(found: Report, n_draws: int, val_given: bool) -> str:
         "backward passes and seconds of a fit."
     )
     head = ["method", "prior", *columns, "backward", "seconds"]
-    parts = [text, table(head, rows, chosen)]
+    parts = [text, found.note, table(head, rows, chosen)]
     drawn = any(m not in FITTED_ONCE for m in result.methods)
     if drawn:
         shown = [name for name in ("nll", "ece", "crps") if name in result.metrics][:2]
@@ -170,11 +173,14 @@ def _sweep(found: Report) -> str:
     tuning = found.tuning
     i, j = tuning.best_index
     T = tuning.logit_temperatures[j]
-    with_T = f" and logits divided by {T:.3g}" if len(tuning.logit_temperatures) > 1 else ""
+    with_T, scaled = "", ""
+    if len(tuning.logit_temperatures) > 1:
+        with_T, scaled = f" and logits divided by {T:.3g}", " at its best temperature"
+    name = next((name for name in found.predicted if name != PLAIN), "")
     text = (
-        f"On the data that choose, the posterior is best at prior precision "
+        f"On the data that choose, the {name} posterior is best at prior precision "
         f"{tuning.prior_precisions[i]:.4g}{with_T}: {tuning.objective.upper()} {tuning.best:.4f}, "
-        f"against {min(tuning.plain):.4f} for the plain network at its best temperature."
+        f"against {min(tuning.plain):.4f} for the plain network{scaled}."
     )
     ax = plot_sweep(tuning)
     return section(

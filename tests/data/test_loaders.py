@@ -2,15 +2,19 @@
 
 import io
 import math
+import re
 import sys
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from laplace_debias import Laplace
 from laplace_debias.data import loaders
 from laplace_debias.data.loaders import bar, deals_out, n_own
 from laplace_debias.data.reading import read
+from laplace_debias.quadratics import directional_bias
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -81,3 +85,29 @@ def test_what_it_runs_over_is_iterated_once():
     loader = Loader()
     assert list(bar(loader, shown=False)) == [1, 2]
     assert loader.started == 1
+
+
+def test_fits_show_passes_and_data_with_totals(capsys):
+    X, y = torch.randn(40, 3), torch.arange(40) % 2
+    loader = DataLoader(TensorDataset(X, y), 10, shuffle=True)
+    options = {"auto": {"tolerance": None, "n_passes": 16}, "crossfit": {"sampling": "curvature"}}
+    for debias, total in (("auto", 56), ("crossfit", None), ("two-batch", 2), ("single", 4)):
+        net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        la = Laplace(net, "classification", "all", "kron", debias=debias, **options.get(debias, {}))
+        la.fit(loader, progress_bar=True)
+        n, N = re.findall(r"(\d+)/(\d+) \[", capsys.readouterr().err)[-1]
+        assert n == N and (total is None or int(N) == total), debias
+        la.fit(loader)  # no terminal
+        assert not capsys.readouterr().err
+
+
+def test_quadratics_show_a_bar_by_the_same_habit(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stream := _Terminal())
+    monkeypatch.setattr(loaders, "DELAY", 0.0)
+    batches = [(torch.randn(6, 2), torch.randn(6, 1)) for _ in range(2)]
+    args = (nn.Linear(2, 1), nn.MSELoss(), batches)
+    directional_bias(*args, k=1, chosen=(0,))
+    assert "eigenvectors" in stream.getvalue() and "2/2" in stream.getvalue()
+    seen = len(stream.getvalue())
+    directional_bias(*args, k=1, chosen=(0,), progress_bar=False)
+    assert len(stream.getvalue()) == seen

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import CurvatureRecorder, Laplace, posterior_distance
 from laplace_debias.debias import auto as module
-from laplace_debias.debias.drawn import DrawnRows
+from laplace_debias.debias.drawn_rows import DrawnRows
 from laplace_debias.debias.rounds import Rounds
 
 GENERATOR = torch.Generator().manual_seed(0)

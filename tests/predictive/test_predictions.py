@@ -5,7 +5,7 @@ import torch
 from laplace.baselaplace import KronLaplace
 from laplace.lllaplace import KronLLLaplace
 
-from laplace_debias.predictive.predictions import glm_predictions
+from laplace_debias.predictive.predictions import cheapest_method, glm_predictions
 from laplace_debias.predictive.predictor import StructuredPredictor
 from tests.cases_predictive import STRUCTURED
 from tests.fitted_predictive import EXACT, build, double_precision, fitted_cnn  # noqa: F401
@@ -126,3 +126,20 @@ def test_a_temperature_divides_logits_and_their_deviations():
         variance = covariance.diagonal(dim1=1, dim2=2) / 2.5**2
         expected = (f / 2.5 / (1 + torch.pi / 8 * variance).sqrt()).log_softmax(-1)
         torch.testing.assert_close(log_probs, expected, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("C", "k", "S", "diagonal", "top", "shared", "way"),
+    [
+        (10, 1, 100, True, True, True, "exact"),
+        (100, 1, 100, True, True, True, "exact"),  # 400 against 5 x 80
+        (101, 1, 100, True, True, True, "top"),
+        (400, 1, 100, False, True, True, "exact"),  # no covariances by top; 2,000 against 5 x 400
+        (1000, 1, 100, False, True, True, "samples"),
+        (1000, 14, 20, True, False, True, "samples"),  # three nodes: 240
+        (1000, 14, 20, True, False, False, "exact"),  # a prior per layer: 14 x 80
+        (1000, 14, 40, True, True, False, "top"),
+    ],
+)
+def test_auto_takes_the_way_that_costs_least(C, k, S, diagonal, top, shared, way):
+    assert cheapest_method(C, k, S, diagonal=diagonal, top=top, shared=shared) == way

@@ -238,10 +238,10 @@ def test_chunks_stay_within_the_memory_budget(n_at_once):
 
 
 @pytest.mark.parametrize(("C", "diagonal", "way"), [
-    (66, False, "exact"), (67, False, "samples"), (100, True, "exact"), (101, True, "samples"),
+    (133, False, "exact"), (134, False, "samples"), (200, True, "exact"), (201, True, "samples"),
 ])  # fmt: skip
 def test_samples_are_preferred_where_they_cost_a_fifth(C, diagonal, way, monkeypatch):
-    """Two priors: 4 C + k C passes (4 C for diagonals) against five times 2 k for 20 samples."""
+    """Two priors: 4 C + k C passes (4 C for diagonals) against five times 4 k for 20 samples."""
     la, x = fitted_cnn()
     predictor = StructuredPredictor(la, [0.5, 5.0])
     monkeypatch.setattr(predictor._layers, "n_outputs", lambda x: (C, C))

@@ -51,8 +51,22 @@ def test_plain_or_a_temperature_where_no_posterior_is_better():
     ("method", "part"),
     [("crossfit", 'debias="crossfit", n_curvature=8'), ("last-layer", '"last_layer"'),
      ("prior-only", "prior_only(la"), ("diagonal", "DiagonalPredictor"), ("full", "la.fit(train_l"),
-     ("single", "n_data=len(train_loader.dataset))")],
+     ("single", "n_data=len(train_loader.dataset))"),
+     ("auto", 'debias="auto", tolerance=None, n_passes=72')],
 )  # fmt: skip
 def test_code_of_every_method(method, part):
-    code = _advice(_row("plain", 0.5), _row(method, 0.1), likelihood="regression", sigma_noise=0.3)
+    rows = _row("plain", 0.5), _row(method, 0.1, backward=72)
+    code = _advice(*rows, likelihood="regression", sigma_noise=0.3)
     assert part in code.code and "sigma_noise=0.3" in code.code
+
+
+def test_a_method_of_the_users_own_is_left_to_the_user():
+    advice = _advice(_row("plain", 0.5), _row("mine", 0.1))
+    assert "your own method 'mine' with 8 data" in advice.code and "Laplace" not in advice.code
+
+
+def test_a_prior_on_the_edge_of_its_grid_is_named():
+    rows = [_row("single", v, delta=d) for d, v in ((1.0, 0.1), (2.0, 0.2), (3.0, 0.3))]
+    assert "lies on the edge of the grid" in _advice(_row("plain", 0.5), *rows).sentence
+    rows[0] = _row("single", 0.25, delta=1.0)
+    assert "edge" not in _advice(_row("plain", 0.5), *rows).sentence

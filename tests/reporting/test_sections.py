@@ -24,6 +24,8 @@ def test_numbers_in_the_text_are_the_results(reports, kind):  # noqa: F811
     worst = max(f.overestimation for f in found.expected_bias.factors if f.trusted)
     assert f"{worst:.2f} times" in text
     assert f"NLL {found.tuning.best:.4f}" in text
+    assert ("at its best temperature" in text) is (kind == "classification")
+    assert f"the {list(found.predicted)[1]} posterior is best at" in text
     curve = found.predicted["plain"].risk_coverage()
     assert f"plain {curve.at(0.8):.3g}" in text
     assert ("promised" not in text) and ("Coverage of central" in text) is (kind == "regression")

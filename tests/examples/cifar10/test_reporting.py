@@ -75,6 +75,15 @@ def test_figures_have_the_papers_layout(tmp_path, monkeypatch):
     assert [path.name for path in reporting.draw(made(sets=("",)), tmp_path)] == ["figure.png"]
 
 
+def test_the_readme_figure_shows_the_nll_of_every_budget(tmp_path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(plt, "close", closed.append)
+    reporting.draw_hero(made(), tmp_path / "hero.png")
+    (panel,) = closed[0].axes
+    assert panel.get_ylabel() == "NLL" and panel.get_title() == "8 images"
+    assert len(panel.texts) == 2 and (tmp_path / "hero.png").exists()
+
+
 def test_redrawing_takes_the_largest_reference(tmp_path):
     def cell(name, method, budget, nll):
         row = dict(method=method, budget=budget, batch_size=budget, draw=0, prior_precision=1.0)

@@ -29,6 +29,11 @@ def test_bias_map_runs_and_resumes(tmp_path, capsys, monkeypatch):
     assert good >= 0.95 and 0.5 < low < high < 2
     biased = [row for row in factors if bias_map_report.overestimation(row, "all") > 1.2]
     assert len(biased) >= 10  # so that the line above says something
+    kept.unlink()  # what is not complete can be left out
+    redrawn, _ = bias_map.main([*argv, "--redraw"])
+    left_out = ("tokens", "exact")
+    assert redrawn == [row for row in factors if (row["network"], row["fisher"]) != left_out]
+    assert not kept.exists()
 
 
 def test_shares_by_hand():
