@@ -16,8 +16,8 @@ def check_runnable(model: nn.Module) -> None:
         model: The network.
 
     Raises:
-        ValueError: If it is compiled to TorchScript, has parameters without a shape, or complex
-            parameters that require a gradient.
+        ValueError: If it is compiled to TorchScript, has parameters without a shape or made in
+            inference mode, or complex parameters that require a gradient.
 
     Example:
         >>> check_runnable(nn.Linear(2, 1))
@@ -33,6 +33,12 @@ def check_runnable(model: nn.Module) -> None:
             raise ValueError(
                 f"Expected parameters with a shape, got '{name}' of a lazy layer that never ran. "
                 "Remedy: call the model once on a mini-batch, and train it."
+            )
+        if p.is_inference():
+            raise ValueError(
+                f"Expected parameters that can have a gradient, got '{name}', which was made under "
+                "`torch.inference_mode`. Remedy: build or load the model outside of it; fits and "
+                "predictions may run inside."
             )
         if p.is_complex() and p.requires_grad:
             raise ValueError(

@@ -88,7 +88,7 @@ def test_rows_of_layers_that_few_data_reach_are_counted_by_layer(monkeypatch):
     """One row, or none, in this process; A is averaged by rows, not by data."""
     own, other = of(slice(0, 6)), of(slice(6, 12))
     A, C = own.A[0].clone(), other.A[0].clone()
-    for n, m in ((1, 3), (0, 1), (0, 0)):
+    for n, m in ((1, 3), (1, 0), (0, 1), (0, 0)):
         one = replace(own, n_rows=(n, *own.n_rows[1:]), A=(A.clone(), *own.A[1:]))
         two = replace(other, n_rows=(m, *other.n_rows[1:]), A=(m * C / max(m, 1), *other.A[1:]))
         total = in_two(monkeypatch, one, two if n + m else replace(two, A=one.A))

@@ -30,10 +30,16 @@ def complex_valued() -> nn.Module:
     return net
 
 
+def inferred() -> nn.Module:
+    with torch.inference_mode():
+        return network()
+
+
 REFUSED = {
     "scripted": (lambda: torch.jit.script(network()), "TorchScript.*torch.jit.script"),
     "traced": (lambda: torch.jit.trace(network(), X), "TorchScript.*torch.jit.trace"),
     "lazy": (lazy, "'0.weight' of a lazy layer.*call the model once"),
+    "inference": (inferred, "'0.weight'.*made under `torch.inference_mode`"),
     "complex": (complex_valued, "'0.weight' of type torch.complex64.*requires_grad_"),
 }
 

@@ -149,11 +149,14 @@ def test_a_single_block_by_the_top_way():
     torch.testing.assert_close(top, exact, **EXACT)
 
 
-def test_a_joint_covariance_is_never_cut():
+def test_parts_by_layer_and_joint_covariances_are_never_cut():
     la, x = many_classes(C=9)
-    whole = StructuredPredictor(la, 0.5)(x[:1], joint=True).covariance
-    tiny = StructuredPredictor(la, 0.5, memory_budget=1)(x[:1], joint=True).covariance
-    torch.testing.assert_close(tiny, whole, **EXACT)
+    whole, tiny = (StructuredPredictor(la, 0.5, memory_budget=b) for b in (10**9, 1))
+    joint = tiny(x[:1], joint=True).covariance
+    torch.testing.assert_close(joint, whole(x[:1], joint=True).covariance, **EXACT)
+    for diagonal in (True, False):
+        one, two = (p.apart(x, diagonal)[1] for p in (whole, tiny))
+        torch.testing.assert_close(one, two, **EXACT)
 
 
 @pytest.fixture
