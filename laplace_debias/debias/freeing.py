@@ -7,12 +7,14 @@ what was done so far.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
 from torch import Tensor
+from tqdm import tqdm
 
 from laplace_debias.data.inputs import Batch
 from laplace_debias.data.loaders import bar
@@ -73,24 +75,25 @@ def fit_freeing(
     curvatures: Factors | None = kept.get("curvatures")
     basis = _Basis(*kept["basis"]) if kept.get("basis") else None
     later: list[Batch] = []
-    with bar(total=n_batches(data, roles), shown=progress_bar, unit="batch") as shown:
+    with _watched(n_batches(data, roles), progress_bar, engine.cost) as shown:
         shown.set_description(f"[K-FAC: {DIRECTIONS}]")
         with together("its passes for the directions"):
             for role, (X, y) in batches:
                 if role != DIRECTIONS:
                     later.append((X, y))
                     break
-                if isinstance(engine, EngineInterface):
-                    new = engine.factors(X, y, few_rows=True)
-                else:
-                    new = engine.factors(X, y)
+                with shown.batch(len(y)):
+                    if isinstance(engine, EngineInterface):
+                        new = engine.factors(X, y, few_rows=True)
+                    else:
+                        new = engine.factors(X, y)
                 directions = [directions.pop() + new if directions else new]
                 del new
                 if checkpoint is not None:
                     checkpoint.processed(engine.cost, directions=directions[0])
-                shown.update()
         if basis is None:
-            basis = _Basis.of(directions, data, engine.cost)
+            shown.set_description("[K-FAC: eigendecompositions]")
+            basis = _Basis.of(directions, data, engine.cost, shown.update)
             if checkpoint is not None:
                 checkpoint.write(engine.cost, basis=basis.content())
         if CURVATURES not in roles:
@@ -98,12 +101,54 @@ def fit_freeing(
         shown.set_description(f"[K-FAC: {CURVATURES}]")
         with together("its passes for the curvatures"):
             for X, y in chain(later, (batch for _, batch in batches)):
-                rotated = cast(EngineInterface, engine).factors(X, y, along=basis.Q)
+                with shown.batch(len(y)):
+                    rotated = cast(EngineInterface, engine).factors(X, y, along=basis.Q)
                 curvatures = rotated if curvatures is None else curvatures + rotated
                 if checkpoint is not None:
                     checkpoint.processed(engine.cost, basis=basis.content(), curvatures=curvatures)
-                shown.update()
     return basis.fit(data, of_all(curvatures, CURVATURES, data))
+
+
+class _Progress:
+    """A bar over mini-batches and the eigendecompositions, which count as one more.
+
+    It moves with every backward vector of a mini-batch and with every eigendecomposition.
+    """
+
+    def __init__(self, shown: tqdm, cost: FitCost) -> None:
+        self.set_description, self._bar, self._cost = shown.set_description, shown, cost
+
+    def update(self, step: float) -> None:
+        """Move on, but not beyond the total by rounding."""
+        total = self._bar.total
+        self._bar.update(step if total is None else min(step, total - self._bar.n))
+
+    @contextmanager
+    def batch(self, n: int) -> Iterator[None]:
+        """One mini-batch of n data: what its passes did not show is added at its end."""
+        left = 1.0
+
+        def passed(n_data: float) -> None:
+            nonlocal left
+            step = min(left, n_data / n)
+            left -= step
+            self.update(step)
+
+        self._cost.watched = passed
+        try:
+            yield
+        finally:
+            self._cost.watched = None
+        self.update(left)
+
+
+@contextmanager
+def _watched(total: int | None, shown: bool | None, cost: FitCost) -> Iterator[_Progress]:
+    """The progress of a fit."""
+    steps = None if total is None else total + 1
+    with bar(total=steps, shown=shown, unit="batch") as made:
+        made.unit_scale = True  # two digits for parts of a mini-batch
+        yield _Progress(made, cost)
 
 
 def n_batches(data: TrainingData, roles: tuple[str, ...]) -> int | None:
@@ -173,7 +218,13 @@ class _Basis:
     loss: Tensor
 
     @classmethod
-    def of(cls, directions: list[Factors], data: TrainingData, cost: FitCost) -> _Basis:
+    def of(
+        cls,
+        directions: list[Factors],
+        data: TrainingData,
+        cost: FitCost,
+        watched: Callable[[float], object],
+    ) -> _Basis:
         """Decompose the factors of all processes, which are taken out of the list."""
         with cost.stage("decompositions"):
             seen = of_all(directions.pop() if directions else None, DIRECTIONS, data)
@@ -181,7 +232,7 @@ class _Basis:
             n, n_outputs, loss = seen.n, seen.n_outputs, seen.summed_loss
             del seen
             scale, dtype = data.n_data / weight, blocks[0][0].dtype
-            Q, lam = eigenbasis(blocks, names, scale, dtype, processes())
+            Q, lam = eigenbasis(blocks, names, scale, dtype, processes(), watched)
         return cls(Q, lam, names, n, n_outputs, loss)
 
     def content(self) -> tuple[Any, ...]:

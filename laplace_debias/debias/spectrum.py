@@ -6,7 +6,7 @@ Conventions as in :mod:`laplace_debias.kfac.factors`. What every method of fitti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -201,6 +201,7 @@ def eigenbasis(
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
     group: Processes | None = None,
+    watched: Callable[[float], object] | None = None,
 ) -> tuple[list[Block], list[list[Tensor]]]:
     r"""Eigendecompose every factor in float64, the largest first, and free each on the way.
 
@@ -212,6 +213,7 @@ def eigenbasis(
         scale: Multiplies every ``B``.
         dtype: Type in which eigenvectors are kept; float64 by default.
         group: Processes that have the same blocks and share out the work, by its cost.
+        watched: Called with each decomposition's share of the work, when it is done.
 
     Returns:
         Eigenvectors and eigenvalues as :func:`decompose` gives them. Blocks with the same ``B``
@@ -248,6 +250,8 @@ def eigenbasis(
             factor = factor if f or scale == 1 else scaled(factor, scale)
             values, vectors = (eigh_rows if is_rows(factor) else eigh_float64)(factor, names[i])
             pairs[i, f] = vectors.to(dtype), values.clamp(min=0.0)
+            if watched is not None:
+                watched(costs[own.index((i, f))] / sum(costs))
     if group is not None:
         shapes = group.gather({job: tuple(Q_f.shape) for job, (Q_f, _) in pairs.items()})
         for job in own:

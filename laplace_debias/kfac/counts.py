@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +19,29 @@ class FitCost:
         forward: Forward passes, one per datum.
         backward: Backward passes, one per datum and vector.
         seconds: Wall-clock time by stage.
+        watched: Called on the way with the number of data whose backward passes were made, parts of
+            a datum for some of its vectors; a progress bar.
     """
 
     forward: int = 0
     backward: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    watched: Callable[[float], None] | None = field(default=None, repr=False, compare=False)
+
+    def tick(self, n_data: float) -> None:
+        """Tell who watches that these many data were passed backward.
+
+        Args:
+            n_data: Their number, over the number of backward vectors for one of these.
+
+        Example:
+            >>> seen = []
+            >>> FitCost(watched=seen.append).tick(0.5)
+            >>> seen
+            [0.5]
+        """
+        if self.watched is not None:
+            self.watched(n_data)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -257,13 +257,10 @@ class Engine(EngineInterface):
         calls = [call for layer in layers for call in recorder.calls[layer]]
         edges = [call.edge for call in calls if call.edge is not None]  # all, see check_called
         for k, v in enumerate(V):
-            gradients = torch.autograd.grad(
-                f,
-                edges,
-                v,
-                retain_graph=k + 1 < n_vectors,
-                allow_unused=True,  # None: the output does not depend on the layer
+            gradients = torch.autograd.grad(  # None: the output does not depend on the layer
+                f, edges, v, retain_graph=k + 1 < n_vectors, allow_unused=True
             )
+            self.cost.tick(len(f) / n_vectors)
             found: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self.layers}
             of_call: dict[nn.Module, list[Tensor | None]] = {layer: [] for layer in self.layers}
             for call, g in zip(calls, gradients, strict=True):

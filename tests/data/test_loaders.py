@@ -14,6 +14,7 @@ from laplace_debias import Laplace
 from laplace_debias.data import loaders
 from laplace_debias.data.loaders import bar, deals_out, n_own
 from laplace_debias.data.reading import read
+from laplace_debias.debias import freeing
 from laplace_debias.quadratics import directional_bias
 
 
@@ -91,14 +92,28 @@ def test_fits_show_passes_and_data_with_totals(capsys):
     X, y = torch.randn(40, 3), torch.arange(40) % 2
     loader = DataLoader(TensorDataset(X, y), 10, shuffle=True)
     options = {"auto": {"tolerance": None, "n_passes": 16}, "crossfit": {"sampling": "curvature"}}
-    for debias, total in (("auto", 56), ("crossfit", None), ("two-batch", 2), ("single", 4)):
+    for debias, total in (("auto", 56), ("crossfit", None), ("two-batch", 3), ("single", 5)):
         net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
         la = Laplace(net, "classification", "all", "kron", debias=debias, **options.get(debias, {}))
         la.fit(loader, progress_bar=True)
-        n, N = re.findall(r"(\d+)/(\d+) \[", capsys.readouterr().err)[-1]
-        assert n == N and (total is None or int(N) == total), debias
+        n, N = re.findall(r"([\d.]+)/([\d.]+) \[", capsys.readouterr().err)[-1]
+        assert n == N and (total is None or float(N) == total), debias
         la.fit(loader)  # no terminal
         assert not capsys.readouterr().err
+
+
+def test_a_fit_s_bar_moves_within_a_mini_batch_and_through_the_decompositions(monkeypatch):
+    steps = []
+    made = freeing.tqdm.update
+    monkeypatch.setattr(freeing.tqdm, "update", lambda self, n=1: steps.append(n) or made(self, n))
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5))
+    X, y = torch.randn(20, 3), torch.arange(20) % 5
+    la = Laplace(net, "classification", "all", "kron", debias=True)
+    la.fit([(X[:10], y[:10]), (X[10:], y[10:])], n_data=20, progress_bar=True)
+    assert sum(steps) == pytest.approx(3)  # two mini-batches, and the decompositions as one
+    assert sum(abs(step - 1 / 4) < 1e-9 for step in steps) == 8  # four vectors in each
+    assert sum(0 < step < 1 for step in steps) >= 8 + 3  # A and B of two layers
+    assert la.fit_cost.watched is None
 
 
 def test_quadratics_show_a_bar_by_the_same_habit(monkeypatch):
