@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -30,7 +31,13 @@ from tests import cases
 N = 500
 GRID = [0.5, 5.0, 50.0]
 SHARES = {2: (22, 18), 3: (25, 15, 0)}  # data per mini-batch and rank; the last share may be empty
-CASES = {"mlp": cases.MLP, "regression": cases.MLP_REGRESSION, "cnn": cases.CNN}
+CASES = {
+    "mlp": cases.MLP,
+    "regression": cases.MLP_REGRESSION,
+    "cnn": cases.CNN,
+    # so many inputs that rows are few
+    "wide": cases.Case("wide", lambda: wide(), "classification", (150,)),
+}
 METHODS = {
     "single": {"debias": "single"},
     "two-batch": {"debias": "two-batch"},
@@ -51,9 +58,23 @@ FITS = {
     for method in METHODS
     for name, subset in (("mlp", "all"), ("cnn", "all"), ("mlp", "last_layer"))
     if method in ("single", "two-batch", "crossfit", "auto passes") or name == "mlp"
-} | {f"{method} regression all": (method, "regression", "all") for method in ("two-batch", "auto")}
+}
+FITS |= {
+    f"{method} regression all": (method, "regression", "all") for method in ("two-batch", "auto")
+}
+FITS |= {
+    f"{method} wide all": (method, "wide", "all")
+    for method in ("crossfit more", "crossfit curvature")
+}
 EVALUATED = ("two-batch mlp all", "two-batch regression all", "single mlp last_layer")
 TIMEOUT = 20.0
+
+
+def wide():
+    """A network whose first factor has few rows."""
+    torch.manual_seed(0)
+    layers = nn.Linear(150, 4), nn.Tanh(), nn.Linear(4, 4)
+    return nn.Sequential(*layers).double()
 
 
 def batches(case, sizes, rank):
