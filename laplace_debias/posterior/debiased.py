@@ -334,7 +334,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 fitted = fit_crossfit(engine, data, self.options, progress_bar=progress_bar)
             else:
                 if checkpoint is not None:
-                    kept = fit_checkpoint(self, checkpoint, data, engine, checkpoint_seconds)
+                    more = (checkpoint_seconds, memory_budget)
+                    kept = fit_checkpoint(self, checkpoint, data, engine, *more)
                 method = (
                     partial(fit_two_batch, keep_factors=not override)
                     if self.debias == TWO_BATCH
