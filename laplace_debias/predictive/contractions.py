@@ -70,6 +70,25 @@ def rotation_order(
         >>> rotation_order(C=10, R=256, d_out=192, d_in=1728, n_bases=6)
         (True, True)
     """
+    costs = direct_costs(C, R, d_out, d_in, groups, n_bases, ranks)
+    return min(costs, key=lambda way: costs[way])
+
+
+def direct_costs(
+    C: int,
+    R: int,
+    d_out: int,
+    d_in: int,
+    groups: int = 1,
+    n_bases: int = 1,
+    ranks: tuple[int, int] | None = None,
+) -> dict[tuple[bool, bool], float]:
+    """Multiplications per datum and basis of each order, see :func:`rotation_order`.
+
+    Example:
+        >>> direct_costs(C=1, R=1, d_out=2, d_in=3)[True, True]
+        19.0
+    """
     r_out, r_in = ranks or (d_out, d_in)
 
     def cost(A_first: bool, B_first: bool) -> float:
@@ -79,7 +98,7 @@ def rotation_order(
         return inputs + outputs + C * R * d_out * d_in / shared
 
     ways = [(a, b) for a in (True, False) for b in (True, False) if groups == 1 or not b]
-    return min(ways, key=lambda way: cost(*way))
+    return {way: cost(*way) for way in ways}
 
 
 def _sum_over_positions(g: Tensor, A: Tensor) -> Tensor:

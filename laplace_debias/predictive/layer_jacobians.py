@@ -24,6 +24,7 @@ from laplace_debias.predictive import contractions as maths
 from laplace_debias.predictive.eigenblocks import EigenBlock
 from laplace_debias.predictive.last_layer import last_layer_moments
 from laplace_debias.predictive.output_gradients import OutputGradients, all_classes, grouped_moments
+from laplace_debias.predictive.position_pairs import pair_moments, pairs_pay
 from laplace_debias.predictive.probing import (
     Capture,
     Source,
@@ -331,5 +332,13 @@ class LayerJacobians:
                     sides = [maths.input_side(a, w) for w in block.inverses(input_first=True)]
                     results.append(maths.contract([g], partial(iter, sides), mode))
                 return results
+            if mode == "variance" and getattr(geometry, "groups", 1) == 1:
+                ranks = (bases[0][0].shape[1], bases[0][1].shape[1])
+                shape = (G.shape[1], R, G.shape[2], len(bases[0][1]))
+                if pairs_pay(*shape, len(first.padded), ranks):
+                    return [
+                        pair_moments(inputs, G, *Qs, partial(block.inverses, input_first=True))
+                        for block, Qs in zip(blocks, bases, strict=True)
+                    ]
             inverses = [lambda rows, b=block: b.inverses(rows=rows) for block in blocks]
             return maths.weight_moments(inputs, G, bases, inverses, mode)
