@@ -15,7 +15,7 @@ from laplace_debias.storage.fingerprints import model_hash, plain_options
 
 __all__ = ["check_resumable", "fit_checkpoint"]
 
-_OPTIONS = ("debias", "kfac_approx", "fisher", "sampler", "objective", "parameter_names")
+_OPTIONS = ("debias", "kfac_approx", "fisher", "sampler", "objective")
 _RESUMED = (SINGLE, TWO_BATCH, CROSSFIT)
 
 

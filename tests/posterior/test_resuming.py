@@ -92,7 +92,6 @@ def other_model():
         ({"kfac_approx": "reduce"}, "differs in kfac_approx"),
         ({"kind": "single"}, "differs in debias"),
         ({"label_smoothing": 0.1}, "differs in objective"),
-        ({"parameters": ["0.weight"]}, "differs in parameter_names"),
         ({"memory_budget": 10**9}, "differs in memory_budget"),
         ({"data_seed": 3}, "the data of the interrupted fit"),
     ],
