@@ -294,7 +294,7 @@ class LayerJacobians:
         with torch.set_grad_enabled(self.keep_graph):
             Gs = [gradients[id(call)] for call, _ in sources]
             G = torch.cat(Gs, dim=-1) if len(Gs) > 1 else Gs[0]  # [n, C, d_out, R]
-            n, R = len(G), G.shape[-1]
+            n, C, _, R = G.shape
             module, first = sources[0][0].module, blocks[0]
             geometry = sources[0][0].geometry  # of the kernel that was used
 
@@ -325,20 +325,16 @@ class LayerJacobians:
             bases = [(block.Q[0], block.Q[1]) for block in blocks]
             if isinstance(geometry, nn.Conv2d):
                 bases = [(Q_B, patch_order(Q_A, geometry)) for Q_B, Q_A in bases]
-            if R == 1 and getattr(geometry, "groups", 1) == 1 and mode != "joint":
+            one = getattr(geometry, "groups", 1) == 1
+            if R == 1 and one and mode != "joint":
                 A, results = inputs(slice(0, n)).flatten(1), []
                 for block, (Q_B, Q_A) in zip(blocks, bases, strict=True):
                     g, a = coordinates(G.squeeze(-1), Q_B), coordinates(A, Q_A)
                     sides = [maths.input_side(a, w) for w in block.inverses(input_first=True)]
                     results.append(maths.contract([g], partial(iter, sides), mode))
                 return results
-            if mode == "variance" and getattr(geometry, "groups", 1) == 1:
-                ranks = (bases[0][0].shape[1], bases[0][1].shape[1])
-                shape = (G.shape[1], R, G.shape[2], len(bases[0][1]))
-                if pairs_pay(*shape, len(first.padded), ranks):
-                    return [
-                        pair_moments(inputs, G, *Qs, partial(block.inverses, input_first=True))
-                        for block, Qs in zip(blocks, bases, strict=True)
-                    ]
+            if one and mode == "variance" and R < 3 * C and pairs_pay(G, bases[0], len(first.delta)):
+                ws = [partial(block.inverses, input_first=True) for block in blocks]
+                return [pair_moments(inputs, G, *Q, w) for Q, w in zip(bases, ws, strict=True)]
             inverses = [lambda rows, b=block: b.inverses(rows=rows) for block in blocks]
             return maths.weight_moments(inputs, G, bases, inverses, mode)

@@ -31,28 +31,25 @@ _ENTRY = 10
 _ROWS = 256  # rows of a product that are worth reading w for
 
 
-def pairs_pay(
-    C: int, R: int, d_out: int, d_in: int, k: int, ranks: tuple[int, int] | None = None
-) -> bool:
+def pairs_pay(G: Tensor, bases: tuple[Tensor, Tensor], k: int) -> bool:
     """Whether pairs of positions cost less than Jacobians, for one group.
 
     Args:
-        C: Number of outputs.
-        R: Number of positions.
-        d_out: Rows of the weight.
-        d_in: Columns of the weight.
+        G: Output gradients ``[n, C, d_out, R]``.
+        bases: Eigenvectors ``(Q_B [d_out, r], Q_A [d_in, r])``; only their shapes count.
         k: Number of prior precisions.
-        ranks: Number of directions in the bases of both sides, if they are thin.
 
     Example:
-        >>> pairs_pay(20, 4, 512, 4608, 1), pairs_pay(20, 256, 64, 576, 1)
-        (True, False)
+        >>> bases = torch.empty(512, 512), torch.empty(4608, 4608)
+        >>> [pairs_pay(torch.empty(1, 20, 512, R), bases, 1) for R in (4, 256)]
+        [True, False]
     """
-    r_out, r_in = ranks or (d_out, d_in)
+    _, C, d_out, R = G.shape
+    (_, r_out), (d_in, r_in) = bases[0].shape, bases[1].shape
     pairs = R * (R + 1) // 2
     rotations = R * d_in * min(d_in, 2 * r_in) + C * R * d_out * min(d_out, 2 * r_out)
     ours = rotations + k * pairs * d_out * d_in + _ENTRY * pairs * (d_in + C * d_out)
-    direct = min(direct_costs(C, R, d_out, d_in, ranks=ranks).values())
+    direct = min(direct_costs(C, R, d_out, d_in, ranks=(r_out, r_in)).values())
     return ours < direct + C * d_out * d_in * (_ENTRY + k)
 
 

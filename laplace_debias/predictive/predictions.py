@@ -25,6 +25,7 @@ DEFAULT_MEMORY_BUDGET = 2**30
 METHODS = ("exact", "top", "samples", "auto")
 N_TOP = 20
 """Most classes whose variances the way ``"top"`` makes exact."""
+_DATA_AT_ONCE, _OUTPUTS_AT_ONCE = 16, 8
 Prediction = tuple[Tensor, ...]
 """``(log-probabilities,)`` for classification, ``(mean, covariance)`` for regression."""
 
@@ -107,6 +108,44 @@ def logit_temperature_of(la: Any) -> float:
         1.0
     """
     return float(getattr(la, "logit_temperature", 1.0))
+
+
+def chunk_sizes(
+    n: int, C: int, mode: str, budget: int, held: int, per_output: int, *, apart: bool = False
+) -> tuple[int, int | None]:
+    """How many data, and how many outputs of them, to contract at once.
+
+    All outputs of as many data as fit, and some outputs of one datum that does not fit. Variances
+    take fewer outputs of at least 16 data, if 8 outputs of so many fit: backward passes of fewer
+    data cost up to twice as much per datum (PyTorch's 1 x 1 convolutions on one thread).
+
+    Args:
+        n: Number of data.
+        C: Number of outputs of a datum.
+        mode: ``"variance"``, ``"covariance"`` or ``"joint"``, which takes all data at once.
+        budget: Bytes to stay within.
+        held: Bytes of a datum.
+        per_output: Bytes of each of its outputs.
+        apart: Whether blocks are left apart.
+
+    Returns:
+        Number of data, and of outputs, or ``None`` for all of these.
+
+    Example:
+        >>> chunk_sizes(32, 20, "variance", 2**30, 2**24, 2**22)
+        (16, 10)
+        >>> chunk_sizes(32, 20, "covariance", 2**30, 2**24, 2**22)
+        (10, None)
+    """
+    if mode == "joint":
+        return n, None
+    size = max(1, budget // (held + C * per_output))
+    few = (budget // _DATA_AT_ONCE - held) // per_output
+    if mode == "variance" and size < min(n, _DATA_AT_ONCE) and few >= min(C, _OUTPUTS_AT_ONCE):
+        return _DATA_AT_ONCE, -(-C // -(-C // few))
+    if size > 1 or (mode == "covariance" and apart):
+        return size, None
+    return size, max(1, min(C, (budget - held) // per_output))
 
 
 def cheapest_method(

@@ -46,14 +46,11 @@ from laplace_debias.predictive.predictions import (
     N_TOP,
     cheapest_method,
     check_method,
+    chunk_sizes,
 )
 from laplace_debias.predictive.prior_nodes import N_NODES, prior_nodes
 from laplace_debias.predictive.sample_nodes import sample_nodes
 from laplace_debias.predictive.weight_samples import WeightSampler
-
-# Variances take this many data at a time rather than all their outputs, if so many outputs fit:
-# backward passes of fewer data cost up to twice as much per datum (PyTorch's 1 x 1 convolutions).
-_DATA_AT_ONCE, _OUTPUTS_AT_ONCE = 16, 8
 
 
 @dataclass(frozen=True)
@@ -299,13 +296,9 @@ class StructuredPredictor:
             )
         C = group if mode == "covariance" else outputs
         C = C if choose is None else min(N_TOP, C)
-        size = n if mode == "joint" else max(1, self.memory_budget // (held + C * per_output))
-        at_once = max(1, min(C, (self.memory_budget - held) // per_output))
-        cut = mode == "variance" or (mode == "covariance" and not apart)
-        options = (at_once if cut and size == 1 else None, choose)
-        few = (self.memory_budget // _DATA_AT_ONCE - held) // per_output
-        if mode == "variance" and size < min(n, _DATA_AT_ONCE) and few >= _OUTPUTS_AT_ONCE:
-            size, options = _DATA_AT_ONCE, (-(-C // -(-C // few)), choose)
+        budget = self.memory_budget
+        size, at_once = chunk_sizes(n, C, mode, budget, held, per_output, apart=apart)
+        options = (at_once, choose)
         if size >= n:
             return self._layers.contract(x, mode, posteriors, *options, apart=apart)
         size = -(-n // -(-n // size))  # chunks of one size: a small last one costs more per datum

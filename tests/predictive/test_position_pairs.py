@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from laplace_debias import Laplace, linearized_predictive
-from laplace_debias.predictive import layer_jacobians, position_pairs, predictor
+from laplace_debias.predictive import layer_jacobians, position_pairs, predictions, predictor
 from tests.fitted_predictive import EXACT
 
 
@@ -57,11 +57,19 @@ def test_pairs_and_jacobians_agree_on_a_network(monkeypatch):
     assert True in taken and False in taken
 
 
-def test_pairs_are_taken_where_they_cost_less():
-    assert position_pairs.pairs_pay(20, 16, 2048, 512, 1)
-    assert not position_pairs.pairs_pay(20, 16, 2048, 512, 100)  # a product per prior precision
-    assert not position_pairs.pairs_pay(20, 1024, 64, 64, 1)
-    assert not position_pairs.pairs_pay(1, 9, 64, 576, 1)
+@pytest.mark.parametrize(
+    ("C", "R", "d_out", "d_in", "k", "pay"),
+    [
+        (20, 16, 2048, 512, 1, True),
+        (20, 16, 2048, 512, 100, False),  # a product per prior precision
+        (20, 1024, 64, 64, 1, False),
+        (1, 9, 64, 576, 1, False),
+    ],
+)
+def test_pairs_are_taken_where_they_cost_less(C, R, d_out, d_in, k, pay):
+    bases = torch.empty(d_out, d_out, device="meta"), torch.empty(d_in, d_in, device="meta")
+    G = torch.empty(1, C, d_out, R, device="meta")
+    assert position_pairs.pairs_pay(G, bases, k) == pay
 
 
 def test_more_data_with_fewer_outputs_at_a_time_change_nothing(monkeypatch):
@@ -76,7 +84,7 @@ def test_more_data_with_fewer_outputs_at_a_time_change_nothing(monkeypatch):
     monkeypatch.setattr(layer_jacobians.LayerJacobians, "contract", watched)
     made = predictor.StructuredPredictor(la)
     held, per_output = made._layers.prepare(X)
-    monkeypatch.setattr(predictor, "_DATA_AT_ONCE", 10)
+    monkeypatch.setattr(predictions, "_DATA_AT_ONCE", 10)
     made.memory_budget = 10 * (held + 9 * per_output) + 1
     torch.testing.assert_close(made(X, diagonal_output=True).covariance, whole, **EXACT)
     assert seen == [(10, 6), (10, 6)]
