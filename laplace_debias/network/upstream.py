@@ -26,6 +26,7 @@ __all__ = [
     "device_of",
     "dtype_of",
     "feature_extractor",
+    "forget_last_layer_name",
     "hessian_factor",
     "is_last_layer",
     "kron_of",
@@ -81,6 +82,21 @@ def last_layer_name(model: nn.Module) -> str | None:
         True
     """
     return getattr(model, "_last_layer_name", None)
+
+
+def forget_last_layer_name(model: FeatureExtractor) -> None:
+    """Make a feature extractor one whose last layer has no name yet.
+
+    Args:
+        model: One that knows its last layer.
+
+    Example:
+        >>> extractor = FeatureExtractor(nn.Sequential(nn.Linear(2, 1)), last_layer_name="0")
+        >>> forget_last_layer_name(extractor)
+        >>> last_layer_name(extractor) is None
+        True
+    """
+    del model._last_layer_name
 
 
 def feature_extractor(model: nn.Module) -> FeatureExtractor:
