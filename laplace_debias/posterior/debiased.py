@@ -288,21 +288,22 @@ class DebiasedPosterior(_Base):
             data = training_data(self, computing, loaders, N, memory_budget)
             if several and isinstance(engine, Engine):
                 engine.draw_seed = agreed_seed(self.generator)
+            if checkpoint is not None:
+                more = (checkpoint_seconds, memory_budget)
+                kept = fit_checkpoint(self, checkpoint, data, engine, *more)
+            watched: Any = {"progress_bar": progress_bar, "checkpoint": kept}
             if isinstance(self.options, AutoOptions) and isinstance(engine, Engine):
                 ridges = self._ridges(len(engine.names))
                 fitted = fit_auto(engine, data, self.options, ridges, progress_bar=progress_bar)
             elif isinstance(self.options, CrossfitOptions) and isinstance(engine, Engine):
-                fitted = fit_crossfit(engine, data, self.options, progress_bar=progress_bar)
+                fitted = fit_crossfit(engine, data, self.options, **watched)
             else:
-                if checkpoint is not None:
-                    more = (checkpoint_seconds, memory_budget)
-                    kept = fit_checkpoint(self, checkpoint, data, engine, *more)
                 method = (
                     partial(fit_two_batch, keep_factors=not override)
                     if self.debias == TWO_BATCH
                     else fit_single
                 )
-                fitted = method(engine, data, past=past, progress_bar=progress_bar, checkpoint=kept)
+                fitted = method(engine, data, past=past, **watched)
         self.take_over(fitted)
         self.fit_cost = cost_of_all(engine.cost) if several else engine.cost
         self.fit_report = fitted.report or report_of(self.debias, self.fit_cost, N)
