@@ -213,8 +213,9 @@ class DrawnFactor:
         if as_blocks:
             blocks = Q.T @ (X * w.sqrt()[:, None, None]) @ Q
             return Spectrum(Q, lam.clamp(min=0), BlockGrams(blocks), *more)
-        n_rows = X.shape[0] * X.shape[1]
-        floor = null_floor(X.flatten(0, 1)) if whole and n_rows < X.shape[2] else 0.0
+        flat, drawn_some = X.flatten(0, 1), bool((more[0] < 1).any())
+        flat = flat[flat.any(1)]  # no rows of data that do not reach the layer
+        floor = null_floor(flat) if whole and drawn_some else 0.0  # the full batch has its own
         return Spectrum(Q, lam.clamp(min=0), X @ Q, *more, floor)
 
 

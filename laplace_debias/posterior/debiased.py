@@ -60,7 +60,7 @@ from laplace_debias.network.layers import SUPPORTED_TYPES
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.objective import Objective, objective_of
 from laplace_debias.network.ownership import transposed_parameters
-from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.preserve import evaluation_mode, no_autocast
 from laplace_debias.network.remembered import forget
 from laplace_debias.network.runnable import check_no_autocast, check_runnable
 from laplace_debias.network.selection import Parameters, select_parameters, selected
@@ -551,6 +551,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         """Everything but the kept predictor, which copies and pickles make for themselves."""
         return {name: value for name, value in vars(self).items() if name != "_kept"}
 
+    @no_autocast()
     def __call__(
         self,
         x: Inputs,
@@ -609,6 +610,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         rewards = self.likelihood == Likelihood.REWARD_MODELING and not fitting
         return rewards or likelihood_name(self.likelihood) == "regression"
 
+    @no_autocast()
     def log_probabilities(
         self,
         x: Inputs,
@@ -710,6 +712,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         )
         return prediction
 
+    @no_autocast()
     def output_moments(
         self, X: Inputs, joint: bool = False, diagonal_output: bool = False
     ) -> tuple[Tensor, Tensor]:
@@ -733,6 +736,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         """Output means and variances ``[n, C]`` (laplace-torch raises for Kron)."""
         return self.output_moments(X, diagonal_output=True)
 
+    @no_autocast()
     def functional_samples(self, *args: Any, **kwargs: Any) -> Tensor:
         """Samples of the network's outputs, ``[S, n, C]``; see laplace-torch.
 
@@ -752,11 +756,13 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         """Samples of the predictive, ``[S, n, C]``; see laplace-torch."""
         return self._inverse_link(self.functional_samples(*args, **kwargs))
 
+    @no_autocast()
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Weight samples ``[S, P]`` from the posterior; see laplace-torch."""
         self.check_fitted()
         return super().sample(n_samples, generator)
 
+    @no_autocast()
     def network_samples(
         self,
         X: Inputs,
@@ -943,6 +949,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 "Remedy: call one of these."
             )
 
+    @no_autocast()
     def log_marginal_likelihood(self, *args: Any, **kwargs: Any) -> Tensor:
         """Log marginal likelihood of all N training data; see laplace-torch."""
         self.check_fitted()
