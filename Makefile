@@ -32,6 +32,7 @@ bench: $(READY)
 	$(PY) -W ignore -m examples.benchmarks.predictive
 	$(PY) -W ignore -m examples.benchmarks.kfac
 	$(PY) -W ignore -m examples.benchmarks.fit
+	$(PY) -W ignore -m examples.benchmarks.scaling
 	$(PY) -W ignore -m examples.benchmarks.lora
 	$(PY) -W ignore -m examples.benchmarks.quadratics
 

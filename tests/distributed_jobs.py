@@ -18,10 +18,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from laplace_debias import Laplace, evaluate, sweep_prior_precision
+from laplace_debias import Laplace, compare, evaluate, sweep_prior_precision
 from laplace_debias.debias.pairs import draw_pairs
 from laplace_debias.debias.sampling import draw_weighted
 from laplace_debias.storage.fingerprints import tensors_hash
@@ -30,7 +31,13 @@ from tests import cases
 N = 500
 GRID = [0.5, 5.0, 50.0]
 SHARES = {2: (22, 18), 3: (25, 15, 0)}  # data per mini-batch and rank; the last share may be empty
-CASES = {"mlp": cases.MLP, "regression": cases.MLP_REGRESSION, "cnn": cases.CNN}
+CASES = {
+    "mlp": cases.MLP,
+    "regression": cases.MLP_REGRESSION,
+    "cnn": cases.CNN,
+    # so many inputs that rows are few
+    "wide": cases.Case("wide", lambda: wide(), "classification", (150,)),
+}
 METHODS = {
     "single": {"debias": "single"},
     "two-batch": {"debias": "two-batch"},
@@ -51,9 +58,23 @@ FITS = {
     for method in METHODS
     for name, subset in (("mlp", "all"), ("cnn", "all"), ("mlp", "last_layer"))
     if method in ("single", "two-batch", "crossfit", "auto passes") or name == "mlp"
-} | {f"{method} regression all": (method, "regression", "all") for method in ("two-batch", "auto")}
+}
+FITS |= {
+    f"{method} regression all": (method, "regression", "all") for method in ("two-batch", "auto")
+}
+FITS |= {
+    f"{method} wide all": (method, "wide", "all")
+    for method in ("crossfit more", "crossfit curvature")
+}
 EVALUATED = ("two-batch mlp all", "two-batch regression all", "single mlp last_layer")
 TIMEOUT = 20.0
+
+
+def wide():
+    """A network whose first factor has few rows."""
+    torch.manual_seed(0)
+    layers = nn.Linear(150, 4), nn.Tanh(), nn.Linear(4, 4)
+    return nn.Sequential(*layers).double()
 
 
 def batches(case, sizes, rank):
@@ -175,6 +196,46 @@ def stale(rank=None, sizes=()):
     return {"H": la.H.to_matrix()}
 
 
+def tuned(rank=None, sizes=()):
+    """Prior precision, temperature and layer-wise priors, by all shares of the validation data."""
+    case = cases.MLP
+    la = Laplace(case.model(), case.likelihood, "all", "kron", debias=True)
+    la.fit(batches(case, sizes, rank), n_data=N)
+    X, y = case.data(40, 5)
+    rows = slice(0, 40) if rank is None else slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    share = (X[rows], y[rows]) if len(X[rows]) else []
+    result = la.tune(share, prior_precisions=GRID, logit_temperatures=[0.5, 1.0, 2.0])
+    la.optimize_prior_precision(method="marglik", n_steps=3)
+    return {
+        "values": torch.tensor(result.values),
+        "plain": torch.tensor(result.plain),
+        "n_data": result.n_data,
+        "trial": torch.tensor(result.layerwise.prior_precisions),
+        "marglik": la.prior_precision,
+    }
+
+
+def compared(rank=None, sizes=(), folder=None):
+    """Methods at equal budgets: draws are dealt out, shares of test data are put together."""
+    case = cases.MLP
+    data = TensorDataset(*case.data(80))
+    X, y = case.data(40, 5)
+    rows = slice(0, 40) if rank is None else slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    share = (X[rows], y[rows]) if len(X[rows]) else []
+    far = (3 * X[rows], y[rows]) if len(X[rows]) else []
+    result = compare(
+        case.model(), DataLoader(data, 20), share, ood_loader=far, val_loader=share,
+        methods=("plain", "single", "two-batch", "full"), baselines=("temperature", "last-layer"),
+        budgets=(40,), n_draws=1, prior_precisions=GRID, folder=folder,
+    )  # fmt: skip
+    return {
+        (row.method, row.prior_precision): {
+            k: v for k, v in row.metrics.items() if isinstance(v, float)
+        }
+        for row in result.rows
+    }
+
+
 def dealt_out(rank=None, size=1):
     """A dataset of 61 that does not come out even, dealt out by a sampler."""
     case = cases.MLP
@@ -288,6 +349,8 @@ def main(rank, size, folder):
     found = {name: fit(name, rank, sizes) for name in FITS}
     found["sampled"] = sampled(rank, sizes)
     found["stale"] = stale(rank, sizes)
+    found["tuned"] = tuned(rank, sizes)
+    found["compared"] = [compared(rank, sizes, f"{folder}/cells") for _ in range(2)]
     found["dealt out"] = dealt_out(rank, size)
     found["in order"] = in_order(rank, sizes)
     found["failing"] = failing(rank, sizes)

@@ -34,7 +34,9 @@ class Slow(TensorDataset):
         return super().__getitem__(index)
 
 
-def fit(kind, path=None, seconds=0.0, seed=1, model=None, data_seed=0, **options):
+def fit(
+    kind, path=None, seconds=0.0, seed=1, model=None, data_seed=0, memory_budget=None, **options
+):
     """A fit with random numbers of every origin: shuffled loaders and sampled vectors."""
     torch.manual_seed(5)  # of the first, unseeded loader
     X, y = cases.MLP.data(240, data_seed)
@@ -47,7 +49,8 @@ def fit(kind, path=None, seconds=0.0, seed=1, model=None, data_seed=0, **options
         **{"fisher": "mc", "generator": torch.Generator().manual_seed(seed), **options},
     )  # fmt: skip
     second = other if kind == "two-batch" else None
-    la.fit(loader, curvature_loader=second, n_data=500, checkpoint=path, checkpoint_seconds=seconds)
+    kept = {"checkpoint": path, "checkpoint_seconds": seconds, "memory_budget": memory_budget}
+    la.fit(loader, curvature_loader=second, n_data=500, **kept)
     tensors = [
         t for block in (*la._fitted.Q, *la._fitted.lam, *la._fitted.lam_tilde) for t in block
     ]

@@ -57,11 +57,11 @@ from examples.research.debiasing_lab import (
 from laplace_debias import Laplace
 from laplace_debias.debias.few_rows import few_rows_from
 from laplace_debias.debias.fold_blocks import crossfit_kron
-from laplace_debias.debias.options import even_parts
 from laplace_debias.debias.sampling import (
     DEFAULT_SHARE,
     curvature_order,
     draw_weighted,
+    even_parts,
 )
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.network.loss import curvature_scores, mean_loss_hessian

@@ -40,7 +40,7 @@ def fitted(problem, method: str, size: int, seed: int, prior: float) -> Debiased
         la.fit(loader)
         return la
     if method == "crossfit":
-        kwargs |= {"sampling": "curvature", "n_curvature": size, "fisher": "mc"}
+        kwargs |= {"sampling": "curvature", "n_passes": size, "fisher": "mc"}
         kwargs |= {"generator": generator}
         la = Laplace(problem.model, "classification", "all", "kron", debias="crossfit", **kwargs)
         la.fit(loader)

@@ -15,6 +15,7 @@ from scipy.optimize import minimize_scalar
 from torch import nn
 
 from laplace_debias.comparison.rows import DIAGONAL, LAST_LAYER, PLAIN, PRIOR_ONLY, TEMPERATURE
+from laplace_debias.data.processes import processes, together
 from laplace_debias.data.reading import read
 from laplace_debias.data.targets import IGNORED
 from laplace_debias.evaluation.metrics import most_probable
@@ -80,11 +81,16 @@ def best_temperature(
         8.192
     """
     device = next(model.parameters()).device
-    with torch.no_grad(), evaluation_mode(model):
+    work = "its share of the validation data"
+    with torch.no_grad(), evaluation_mode(model), together(work):
         batches = [
             counted_rows(classes_last(call_model(model, X)).double(), y, ignore_index)
             for X, y in read(loader, device, key_y, name="val_loader")
         ]
+    group = processes()
+    if group is not None:
+        shares = group.gather([(f.cpu(), y.cpu()) for f, y in batches])
+        batches = [(f.to(device), y.to(device)) for share in shares for f, y in share]
     logits = torch.cat([f for f, _ in batches])
     labels = most_probable(torch.cat([y for _, y in batches]))
 

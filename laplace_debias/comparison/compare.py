@@ -38,7 +38,8 @@ from laplace_debias.comparison.rows import (
     ComparisonRow,
 )
 from laplace_debias.comparison.runs import evaluate_sets
-from laplace_debias.data.loaders import as_batches, bar
+from laplace_debias.data.loaders import as_batches, bar, is_main
+from laplace_debias.data.processes import from_main, together
 from laplace_debias.data.targets import IGNORED
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.posterior.kron import Laplace
@@ -75,8 +76,9 @@ def compare(
 ) -> ComparisonResult:
     """Evaluate every method over prior precisions and draws of mini-batches.
 
-    Predictions are those of the linearised network. With ``link_approx="mc"`` every method, draw
-    and prior precision sees the same random numbers.
+    Predictions are those of the linearised network; with ``link_approx="mc"`` all see the same
+    random numbers. Several processes have the same ``train_loader``, whose draws are dealt out, and
+    each its share of all other data.
 
     Args:
         model: Trained network. It is left as it was found.
@@ -105,11 +107,9 @@ def compare(
             :func:`~laplace_debias.evaluation.sweep.default_grid`.
         laplace: Arguments of :func:`~laplace_debias.posterior.kron.Laplace`, such as
             ``kfac_approx``, ``fisher`` and ``sampler``, for the full batch, too (``"auto"`` draws
-            vectors of its own). ``subset_of_weights`` is ``"all"`` unless it is among them. The
-            options of
-            :class:`~laplace_debias.debias.options.CrossfitOptions`, such as
-            ``{"sampling": "curvature"}``, and of
-            :class:`~laplace_debias.debias.options.AutoOptions` reach their methods only.
+            vectors of its own). ``subset_of_weights`` is ``"all"`` unless it is among them. Those
+            of :class:`~laplace_debias.debias.options.CrossfitOptions`, such as
+            ``sampling``, and :class:`~laplace_debias.debias.options.AutoOptions` reach these only.
         prediction: Link function, its samples, and the bins of the ECE.
         reference: Another reference than all the data.
         seed: Decides the draws and the random numbers of ``"mc"``.
@@ -164,7 +164,9 @@ def compare(
         config["likelihood"] = kind
     data = {f"ood_loader {k}" if k else "test_loader": loader for k, loader in sets.items()}
     data["train_loader"] = whole_loader(train_loader)
-    store = CellStore.for_run(folder, model, data, options=config, data_id=data_id)
+    with together("opening its folder"):  # rank 0 keeps the cells, and says which there are
+        store_at = folder if is_main() else None
+        store = CellStore.for_run(store_at, model, data, options=config, data_id=data_id)
 
     fitting = Fitting(
         Laplace, model, train_loader, val_loader, kind, laplace, custom, reference, prediction,
@@ -198,6 +200,7 @@ def compare(
         if cell.method in custom
     }
     finished = {name: store.get(name, list, settings.get(name)) for name in cells if name in store}
+    finished = from_main(finished)
     with (
         torch.random.fork_rng(devices=[]),  # reading a DataLoader draws from the global state
         bar(title="compare", total=len(cells), shown=progress_bar, unit="cell") as cell_bar,
@@ -207,7 +210,8 @@ def compare(
         for group in _groups(missing, cells, work.n_shared):
             made = evaluated([cells[name] for name in group])
             for name, rows in zip(group, made, strict=True):
-                finished[name] = store.put(name, rows, settings.get(name))
+                rows = store.put(name, rows, settings.get(name)) if is_main() else rows
+                finished[name] = from_main(rows)
             cell_bar.update(len(group))
     found = tuple(ComparisonRow(**row) for name in cells for row in finished[name])
     return ComparisonResult(found, N, config)

@@ -7,13 +7,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, RandomSampler, Subset
 
+from laplace_debias.data.processes import processes
 from laplace_debias.data.reading import read
 from laplace_debias.network.calling import call_model, classes_last
 from laplace_debias.network.preserve import evaluation_mode
 
-__all__ = ["check_budgets", "draw_generator", "draw_loaders", "n_outputs", "whole_loader"]
+__all__ = [
+    "check_budgets",
+    "dealt_out",
+    "draw_generator",
+    "draw_loaders",
+    "n_outputs",
+    "whole_loader",
+]
 
 
 def check_budgets(train_loader: DataLoader[Any], budgets: Sequence[int], n_draws: int) -> int:
@@ -91,6 +99,35 @@ def draw_loaders(
         )
         for part in order.split(budget // n_roles)
     ]
+
+
+def dealt_out(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The share of this process in a loader's data; all of them if it is alone.
+
+    Args:
+        loader: The same in every process.
+
+    Returns:
+        A loader over every k-th datum for k processes, with a share of the batch size.
+
+    Example:
+        >>> loader = DataLoader(range(3))
+        >>> dealt_out(loader) is loader
+        True
+    """
+    group = processes()
+    if group is None:
+        return loader
+    dataset: Any = loader.dataset
+    own = range(group.rank, len(dataset), group.size)
+    shuffled = isinstance(loader.sampler, RandomSampler)
+    return DataLoader(
+        Subset(dataset, own),
+        batch_size=max(1, (loader.batch_size or len(dataset)) // group.size),
+        shuffle=shuffled and len(own) > 0,
+        generator=loader.generator if shuffled else None,
+        collate_fn=loader.collate_fn,
+    )
 
 
 def whole_loader(

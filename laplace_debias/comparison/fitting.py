@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from laplace_debias.comparison.baselines import best_temperature
-from laplace_debias.comparison.draws import draw_generator, draw_loaders, n_outputs, whole_loader
+from laplace_debias.comparison.draws import (
+    dealt_out,
+    draw_generator,
+    draw_loaders,
+    n_outputs,
+    whole_loader,
+)
 from laplace_debias.comparison.options import CustomMethod, Prediction, Reference
 from laplace_debias.comparison.rows import (
     AUTO,
@@ -145,11 +151,11 @@ class Fitting:
         N = self.n_data
         if method == LAST_LAYER:
             la = self._laplace(SINGLE, generator=generator, subset_of_weights="last_layer")
-            la.fit(whole_loader(self.train_loader), n_data=N)
+            la.fit(dealt_out(whole_loader(self.train_loader)), n_data=N)
             return la
         if method == CROSSFIT:  # draws for itself, from all data
             la = self._laplace(CROSSFIT, n_curvature=budget, generator=generator)
-            la.fit(whole_loader(self.train_loader, generator), n_data=N)
+            la.fit(dealt_out(whole_loader(self.train_loader, generator)), n_data=N)
             return la
         if method == AUTO:  # so does this, with the passes that M data take
             one = self.laplace.get("fisher", "exact") != "exact"
@@ -157,11 +163,11 @@ class Fitting:
             n_vectors = 1 if one else C - int(self.likelihood == "classification")
             passes = max(8, budget * n_vectors)
             la = self._laplace(AUTO, tolerance=None, n_passes=passes, generator=generator)
-            la.fit(whole_loader(self.train_loader, generator), n_data=N)
+            la.fit(dealt_out(whole_loader(self.train_loader, generator)), n_data=N)
             return la
         n_roles = 2 if method == TWO_BATCH else 1
         drawn = draw_generator(self.seed, draw)
-        first, *second = draw_loaders(self.train_loader, budget, n_roles, drawn)
+        first, *second = map(dealt_out, draw_loaders(self.train_loader, budget, n_roles, drawn))
         la = self._laplace(SINGLE if method in (FULL, LARGE) else method, generator=generator)
         la.fit(first, curvature_loader=second[0] if second else None, n_data=N)
         return la

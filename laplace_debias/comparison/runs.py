@@ -9,6 +9,7 @@ import torch
 from laplace.baselaplace import KronLaplace
 from torch import Tensor, nn
 
+from laplace_debias.data.processes import together, total
 from laplace_debias.data.reading import read
 from laplace_debias.data.targets import IGNORED
 from laplace_debias.evaluation.metrics import entropy_auroc, entropy_fpr95
@@ -204,7 +205,8 @@ def evaluate_sets(
                 metrics[i].update(*prediction, y)
 
         name = f"ood_loader['{prefix}']" if prefix else "test_loader"
-        run(loader, update, labelled=not prefix or not classes, name=name)
+        with together("its share of the evaluation"):
+            run(loader, update, labelled=not prefix or not classes, name=name)
         for i, metric in enumerate(metrics):
             known = id_entropies[i] if prefix and classes else None
             values[i] |= _set_values(metric, prefix, likelihood, known)
@@ -221,11 +223,12 @@ def _set_values(
 ) -> dict[str, float]:
     """Numbers of one set, named with its prefix."""
     values: dict[str, float] = {}
-    if metric.n_data:
+    labelled = total(metric.n_data) > 0
+    if labelled:
         scalars = metric.compute().scalars()
         values = {name: scalars[name] for name in metric_table(likelihood) if name in scalars}
     if id_entropies is not None and isinstance(metric, CalibrationMetrics):
-        ood_entropies = metric.entropies if metric.n_data else metric.ood_entropies
+        ood_entropies = metric.entropies if labelled else metric.ood_entropies
         values["mean_entropy"] = ood_entropies.double().mean().item()
         values["auroc"] = entropy_auroc(id_entropies, ood_entropies)
         values["fpr95"] = entropy_fpr95(id_entropies, ood_entropies)

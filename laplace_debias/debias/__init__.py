@@ -15,14 +15,20 @@ from laplace_debias.debias.expected_bias import (
 from laplace_debias.debias.few_rows import crossfit_rows, few_rows_from
 from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.folds import crossfit_factor, isotonic
-from laplace_debias.debias.inverse import inverse_inflation, null_floor, resolvent_inflation
-from laplace_debias.debias.options import AutoOptions, CrossfitOptions, even_parts
+from laplace_debias.debias.inverse import (
+    inverse_inflation,
+    null_floor,
+    null_tail,
+    resolvent_inflation,
+)
+from laplace_debias.debias.options import AutoOptions, CrossfitOptions
 from laplace_debias.debias.pairs import draw_pairs, pair_scores
 from laplace_debias.debias.sampling import (
     DEFAULT_SHARE,
     WeightedDraw,
     curvature_order,
     draw_weighted,
+    even_parts,
 )
 from laplace_debias.debias.spectrum import FitResult, decompose, reevaluate
 from laplace_debias.debias.two_batch import fit_factors, fit_single, fit_two_batch
@@ -64,6 +70,7 @@ __all__ = [
     "inverse_inflation",
     "isotonic",
     "null_floor",
+    "null_tail",
     "null_tolerance",
     "pair_scores",
     "reevaluate",

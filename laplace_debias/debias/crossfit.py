@@ -20,10 +20,15 @@ from laplace_debias.data.processes import processes
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.few_rows import few_rows_from
 from laplace_debias.debias.fold_blocks import crossfit_kron
-from laplace_debias.debias.options import CrossfitOptions, even_parts
+from laplace_debias.debias.options import CrossfitOptions
 from laplace_debias.debias.pool_pass import PoolPass
 from laplace_debias.debias.reservoirs import Reservoirs
-from laplace_debias.debias.sampling import curvature_order, distinct, draw_weighted
+from laplace_debias.debias.sampling import (
+    curvature_order,
+    distinct,
+    draw_weighted,
+    even_parts,
+)
 from laplace_debias.debias.shared_folds import fit_shared_folds
 from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.kfac.factors import Factors
@@ -66,6 +71,7 @@ def fit_crossfit(
         >>> engine.cost.forward, engine.cost.backward
         (16, 0)
     """
+    options.check_vectors(engine.fisher)
     warn_if_sequential(data.loader)
     if processes() is not None:
         return fit_shared_folds(engine, data, options, progress_bar=progress_bar)

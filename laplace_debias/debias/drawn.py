@@ -23,7 +23,12 @@ from torch.nn import functional as F
 from laplace_debias.data.processes import processes
 from laplace_debias.debias.drawn_rows import N_GROUPS, DrawnRows
 from laplace_debias.debias.eigen import EigenFactors, eigh_float64
-from laplace_debias.debias.inverse import inverse_inflation, null_floor, resolvent_inflation
+from laplace_debias.debias.inverse import (
+    inverse_inflation,
+    null_floor,
+    null_tail,
+    resolvent_inflation,
+)
 from laplace_debias.debias.leverages import BlockGrams
 from laplace_debias.network.ownership import RowsKey
 
@@ -46,7 +51,7 @@ class Spectrum(NamedTuple):
         rows: Weighted rows ``[m, r, d]`` of draws in that basis, or their blocks.
         probabilities: Their inclusion probabilities, ``[m]``.
         linked: Which of them follow their predecessor in the draw, ``[m - 1]``.
-        floor: Curvature of the null space.
+        tail: Curvatures of the null space, see :func:`laplace_debias.debias.inverse.null_tail`.
     """
 
     Q: Tensor
@@ -54,12 +59,12 @@ class Spectrum(NamedTuple):
     rows: Tensor | BlockGrams
     probabilities: Tensor
     linked: Tensor
-    floor: float = 0.0
+    tail: Tensor
 
-    def inflation(self, ridges: Tensor) -> Tensor:
+    def inflation(self, ridges: Tensor, floor: float) -> Tensor:
         """The factor c of :func:`laplace_debias.debias.inverse.inverse_inflation`, ``[k]``."""
         return inverse_inflation(
-            self.rows, self.probabilities, self.lam, ridges, self.floor, linked=self.linked
+            self.rows, self.probabilities, self.lam, ridges, floor, linked=self.linked
         )
 
 
@@ -212,11 +217,12 @@ class DrawnFactor:
         more = (1 / w).clamp(max=1.0), (runs[1:] == runs[:-1]).to(Q.device)
         if as_blocks:
             blocks = Q.T @ (X * w.sqrt()[:, None, None]) @ Q
-            return Spectrum(Q, lam.clamp(min=0), BlockGrams(blocks), *more)
-        flat, drawn_some = X.flatten(0, 1), bool((more[0] < 1).any())
-        flat = flat[flat.any(1)]  # no rows of data that do not reach the layer
-        floor = null_floor(flat) if whole and drawn_some else 0.0  # the full batch has its own
-        return Spectrum(Q, lam.clamp(min=0), X @ Q, *more, floor)
+            return Spectrum(Q, lam.clamp(min=0), BlockGrams(blocks), *more, lam.new_zeros(0))
+        tail = lam.new_zeros(0)
+        if whole and bool((more[0] < 1).any()):  # the full batch foretells nothing
+            flat = X.flatten(0, 1)
+            tail = null_tail(flat[flat.any(1)])  # no rows of data that do not reach the layer
+        return Spectrum(Q, lam.clamp(min=0), X @ Q, *more, tail)
 
 
 def _in_runs(at: Tensor, n: int, most: int) -> Tensor:
@@ -257,7 +263,7 @@ def corrected_block(
 
     A bias: :math:`c \lambda_B + \tau`. A weight: :math:`(\lambda_{B,j} + \tau / c_{\max})\, c_i
     \lambda_{A,i}`, c of the ridges :math:`\delta / (h \lambda_{A,i})`: a Kronecker product whose
-    floor is :math:`\tau` where the ridge is small, and matters nowhere else.
+    floor is :math:`\tau` where the ridge is smallest, and matters little elsewhere.
 
     Args:
         output: See :meth:`DrawnFactor.spectrum`.
@@ -269,14 +275,16 @@ def corrected_block(
     Returns:
         The block.
     """
-    Q, lam, floor = output.Q, output.lam, output.floor
+    Q, lam = output.Q, output.lam
     if not correct:
         return EigenFactors(Q, lam, *(inputs or ()))
     if inputs is None:
-        return EigenFactors(Q, output.inflation(lam.new_tensor([ridge])) * lam + floor)
+        floor = null_floor(output.tail, ridge)
+        return EigenFactors(Q, output.inflation(lam.new_tensor([ridge]), floor) * lam + floor)
     Q_A, lam_A = inputs
     least = max(float(lam_A.max()), 1e-300) * 1e-14
-    c = output.inflation(ridge / lam_A.clamp(min=least))
+    floor = null_floor(output.tail, ridge / max(float(lam_A.max()), least))
+    c = output.inflation(ridge / lam_A.clamp(min=least), floor)
     lam_B = lam + floor / float(c.max())
     lam_A = c * lam_A
     if input_rows is not None:

@@ -34,17 +34,20 @@ that c is a number per direction of A: ``kron(B, A)`` becomes a Kronecker produc
 
 Fewer rows than dimensions. Below the implicit ridge nothing is known of the null space, and no c
 helps. There every direction gets the curvature that the draw shows outside of its own span
-(:func:`null_floor`): what each row has outside the span of the others.
+(:func:`null_tail`): what each row has outside the span of the others, as steep as half the rows
+tell.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from laplace_debias.debias.leverages import BlockGrams, Leverages
 
-__all__ = ["inverse_inflation", "null_floor", "resolvent_inflation"]
+__all__ = ["inverse_inflation", "null_floor", "null_tail", "resolvent_inflation"]
 
 MOST_LEVERAGE = 0.98
 """Leverages are cut off here: a row that is nearly alone in its direction says nothing about it."""
@@ -156,35 +159,73 @@ def _solved(
     return c
 
 
-def null_floor(rows: Tensor) -> float:
-    r"""Curvature per direction that a draw of fewer rows than dimensions shows outside its span.
+def null_tail(rows: Tensor) -> Tensor:
+    r"""Curvatures that a draw of fewer rows than dimensions foretells outside its span.
 
     Row i lies outside the span of the others by the squared distance
     :math:`e_i = 1 / (G^{-1})_{ii}`, :math:`G = X X^\top`: held-out curvature, in
-    :math:`d - n + 1` directions. The floor is
+    :math:`d - n + 1` directions. Their sum is taken as
 
-    .. math:: \tau = \frac{n}{d - n + 1} \Bigl(\frac{1}{n} \sum_i \sqrt{e_i}\Bigr)^2
-              \Bigl(1 - \frac{n}{d}\Bigr),
+    .. math:: T = n\, \bar e_n\, (1 - n / d), \qquad
+              \bar e_n = \Bigl(\frac{1}{n} \sum_i \sqrt{e_i}\Bigr)^2,
 
     the squared mean distance, because an inverse is off by ratios, and the mean of the squares is
     the largest of a steep spectrum; times the share of directions that the draw leaves open, so
-    that no floor is left as rows reach the dimension.
+    that nothing is left as rows reach the dimension. How steeply the spectrum goes on is told by
+    both halves of the rows: with half as many, rows lie :math:`\bar e_{n/2}` outside. Of a flat
+    spectrum :math:`\bar e_n / \bar e_{n/2}` is :math:`q_0 = (d - n + 1) / (d - n / 2 + 1)`. What
+    falls faster falls by :math:`\rho` per direction:
+
+    .. math:: \tau_j \propto \rho^j, \qquad
+              \rho^{n / 2} = \min(1, \bar e_n / (q_0\, \bar e_{n/2})).
 
     Args:
-        rows: Weighted rows ``[n, d]``.
+        rows: Weighted rows ``[n, d]``, in the order of the draw.
 
     Returns:
-        The floor; 0 for ``n >= d``.
+        Curvatures ``[d - n + 1]``, descending; none for ``n >= d``.
 
     Example:
-        >>> null_floor(torch.eye(4)[:2]), null_floor(torch.ones(4, 4))
-        (0.33..., 0.0)
+        >>> null_tail(torch.eye(4)[:2]), len(null_tail(torch.ones(4, 4)))
+        (tensor([0.3333, 0.3333, 0.3333], dtype=torch.float64), 0)
     """
     n, d = rows.shape
     if n >= d or n == 0:
-        return 0.0
+        return rows.new_zeros(0, dtype=torch.float64)
     X = rows.double()
+    outside = float(_distances(X).mean()) ** 2
+    ratio, flat = 1.0, (d - n + 1) / (d - n / 2 + 1)
+    if n > 1:
+        before = float(torch.cat([_distances(X[0::2]), _distances(X[1::2])]).mean()) ** 2
+        ratio = max(min(1.0, outside / max(before * flat, 1e-300)), 1e-12)
+    directions = torch.arange(d - n + 1, dtype=torch.float64, device=X.device)
+    shape = (math.log(ratio) * 2 / n * directions).exp()
+    return n * outside * (1 - n / d) * shape / shape.sum()
+
+
+def _distances(X: Tensor) -> Tensor:
+    """Distance of each row to the span of the others."""
     lam, U = torch.linalg.eigh(X @ X.T)
-    inverse = U.square() @ (1 / lam.clamp(min=max(float(lam[-1]), 1e-300) * 1e-12))
-    distance = float(inverse.rsqrt().mean())
-    return n * distance**2 / (d - n + 1) * (1 - n / d)
+    inverse: Tensor = U.square() @ (1 / lam.clamp(min=max(float(lam[-1]), 1e-300) * 1e-12))
+    return inverse.rsqrt()
+
+
+def null_floor(tail: Tensor, ridge: float) -> float:
+    r"""One curvature for all directions outside the span, which have no basis.
+
+    The geometric mean with the ridge in it, :math:`\exp(\mathrm{mean}_j \log(\tau_j + d)) - d`:
+    a posterior is off by ratios of such sums.
+
+    Args:
+        tail: See :func:`null_tail`.
+        ridge: The ridge d, positive.
+
+    Returns:
+        The floor; 0 if the tail is empty.
+
+    Example:
+        >>> tail = torch.tensor([1.0, 0.01], dtype=torch.float64)
+        >>> round(null_floor(tail, 1e-9), 3), round(null_floor(tail, 1e3), 3)
+        (0.1, 0.505)
+    """
+    return max(0.0, float((tail + ridge).log().mean().exp()) - ridge) if len(tail) else 0.0

@@ -21,7 +21,6 @@ __all__ = [
     "CrossfitOptions",
     "ResolvedOptions",
     "debias_mode",
-    "even_parts",
     "method_options",
 ]
 
@@ -137,7 +136,8 @@ class CrossfitOptions:
         sampling: ``"uniform"`` takes data as the loader yields them; ``"curvature"`` scores a pool
             by a forward pass and draws by score.
         n_curvature: Number M of data with backward passes, for the output factors. By default K
-            mini-batches.
+            mini-batches. Exact vectors take several passes per datum.
+        n_passes: Backward passes: M with one vector per datum (curvature, ``fisher="mc"``).
         n_input: Number of data for the input factors, forward passes only. By default M
             (uniform) or 4 M (curvature). Linear layers of at least ``2 * n_input`` inputs that see
             one row per datum take the rows of more scored data, up to half their number of inputs.
@@ -162,6 +162,7 @@ class CrossfitOptions:
     n_pool: int | None = None
     scores: Tensor | Sequence[float] | None = None
     generator: torch.Generator | None = None
+    n_passes: int | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without data."""
@@ -170,7 +171,7 @@ class CrossfitOptions:
                 f"Expected `sampling` to be one of {SAMPLINGS}, got {self.sampling!r}. Remedy: "
                 "'curvature' for classifiers, 'uniform' otherwise."
             )
-        for name in ("n_folds", "n_curvature", "n_input", "n_pool"):
+        for name in ("n_folds", "n_curvature", "n_passes", "n_input", "n_pool"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ValueError(
@@ -181,7 +182,7 @@ class CrossfitOptions:
                 f"Expected `n_folds` of at least 2, got {self.n_folds}: each fold measures along "
                 "directions that the others chose. Remedy: n_folds=2."
             )
-        for name in ("n_curvature", "n_input", "n_pool"):
+        for name in ("n_curvature", "n_passes", "n_input", "n_pool"):
             value = getattr(self, name)
             if value is not None and value < self.n_folds:
                 raise ValueError(
@@ -193,6 +194,17 @@ class CrossfitOptions:
                 "Expected no `n_pool` and no `scores` with sampling='uniform', which scores "
                 "nothing, got some. Remedy: sampling='curvature'."
             )
+        if self.n_passes is not None:
+            if self.sampling == "uniform":
+                raise ValueError(
+                    "Expected `n_curvature` with uniform sampling, got n_passes. Remedy: use that."
+                )
+            if self.n_curvature not in (None, self.n_passes):
+                raise ValueError(
+                    f"Expected n_passes or n_curvature, got {self.n_passes} and {self.n_curvature}."
+                    " Remedy: pass one of them."
+                )
+            object.__setattr__(self, "n_curvature", self.n_passes)
         if self.scores is not None:
             object.__setattr__(self, "scores", checked_scores(torch.as_tensor(self.scores)))
         M, pool = self.n_curvature, self.n_pool
@@ -200,6 +212,14 @@ class CrossfitOptions:
             raise ValueError(
                 f"Expected a pool of at least `n_curvature`={self.n_curvature} data to draw from, "
                 f"got n_pool={self.n_pool}. Remedy: score more data, or draw fewer."
+            )
+
+    def check_vectors(self, fisher: str) -> None:
+        """Raise if ``n_passes`` was given and a datum takes several."""
+        if self.n_passes is not None and fisher == "exact":
+            raise ValueError(
+                "Expected one backward vector per datum with `n_passes`, got exact ones. Remedy: "
+                "fisher='mc', or `n_curvature` for the number of data."
             )
 
     def resolved(self, batch_size: int) -> ResolvedOptions:
@@ -242,23 +262,6 @@ class ResolvedOptions:
     n_pool: int
     scores: Tensor | None = None
     generator: torch.Generator | None = None
-
-
-def even_parts(n: int, k: int) -> list[int]:
-    """Cut n into k whole numbers that differ by one at most.
-
-    Args:
-        n: The number.
-        k: How many parts.
-
-    Returns:
-        The parts, larger ones first.
-
-    Example:
-        >>> even_parts(10, 4)
-        [3, 3, 2, 2]
-    """
-    return [n // k + (i < n % k) for i in range(k)]
 
 
 def method_options(

@@ -251,3 +251,20 @@ def check_share(uniform: float) -> None:
             f"Expected the uniform share to lie in [0, 1], got {uniform}. "
             f"Remedy: pass a share in between; {DEFAULT_SHARE} is a good choice."
         )
+
+
+def even_parts(n: int, k: int) -> list[int]:
+    """Cut n into k whole numbers that differ by one at most.
+
+    Args:
+        n: The number.
+        k: How many parts.
+
+    Returns:
+        The parts, larger ones first.
+
+    Example:
+        >>> even_parts(10, 4)
+        [3, 3, 2, 2]
+    """
+    return [n // k + (i < n % k) for i in range(k)]

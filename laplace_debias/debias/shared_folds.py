@@ -23,13 +23,14 @@ from laplace_debias.data.roles import TrainingData
 from laplace_debias.data.targets import check_unweighted
 from laplace_debias.debias.few_rows import few_rows_from, most_few_rows
 from laplace_debias.debias.fold_blocks import crossfit_kron
-from laplace_debias.debias.options import CrossfitOptions, ResolvedOptions, even_parts
+from laplace_debias.debias.options import CrossfitOptions, ResolvedOptions
 from laplace_debias.debias.pool_news import Rows, rows_of_all
 from laplace_debias.debias.sampling import (
     WeightedDraw,
     curvature_order,
     distinct,
     draw_weighted,
+    even_parts,
 )
 from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.kfac.factors import Factors

@@ -18,6 +18,7 @@ from laplace.baselaplace import KronLaplace
 from torch import Tensor
 
 from laplace_debias.data.inputs import size_of, take
+from laplace_debias.data.processes import processes, together
 from laplace_debias.data.reading import read
 from laplace_debias.evaluation.regression import gaussian_nll, with_noise
 from laplace_debias.evaluation.tuning_result import LayerwiseTrial
@@ -161,22 +162,32 @@ def _moments(
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
     used, key = 0, row_keys(la)
     shown: dict[str, Any] = {"progress": "layer-wise", "progress_bar": progress_bar}
-    for x, y in read(loader, device_of(la), la.dict_key_y, name="val_loader", **shown):
-        C = la.n_outputs
-        per_datum = deltas.element_size() * predictor.deltas.shape[1] * len(deltas) * C
-        per_datum *= 1 if diagonal else C
-        room = max(2 if not kept else 0, (memory_budget - used) // per_datum)
-        if room == 0:
-            break
-        n = min(room, size_of(x, key))
-        f, moments = predictor.apart(take(x, slice(0, n), key), diagonal)
-        if f.ndim > 2 or likelihood_name(la.likelihood) == "bernoulli":
-            raise ValueError(
-                "Expected one class per datum, or a regression, for a prior precision per layer, "
-                f"got outputs of shape {list(f.shape)} with likelihood={la.likelihood!r}. Remedy: "
-                "a scalar prior precision."
-            )
-        kept.append((f, moments * deltas, y[:n]))
-        used += n * per_datum
+    with together("its share of the validation data"):
+        for x, y in read(loader, device_of(la), la.dict_key_y, name="val_loader", **shown):
+            C = la.n_outputs
+            per_datum = deltas.element_size() * predictor.deltas.shape[1] * len(deltas) * C
+            per_datum *= 1 if diagonal else C
+            room = max(2 if not kept else 0, (memory_budget - used) // per_datum)
+            if room == 0:
+                break
+            n = min(room, size_of(x, key))
+            f, moments = predictor.apart(take(x, slice(0, n), key), diagonal)
+            if f.ndim > 2 or likelihood_name(la.likelihood) == "bernoulli":
+                raise ValueError(
+                    "Expected one class per datum, or a regression, for a prior precision per "
+                    f"layer, got outputs of shape {list(f.shape)} with "
+                    f"likelihood={la.likelihood!r}. Remedy: a scalar prior precision."
+                )
+            kept.append((f, moments * deltas, y[:n]))
+            used += n * per_datum
+    group = processes()
+    if group is not None:  # few numbers per datum: every process has all of them, and the same
+        moved = [tuple(part.cpu() for part in each) for each in kept]
+        kept = [each for share in group.gather(moved) for each in share]
     means, parts, targets = zip(*kept, strict=True)
-    return torch.cat(means), torch.cat(parts, dim=1), torch.cat(targets)
+    device = deltas.device
+    return (
+        torch.cat(means).to(device),
+        torch.cat(parts, dim=1).to(device),
+        torch.cat(targets).to(device),
+    )

@@ -40,15 +40,13 @@ def _check_form(values: Tensor) -> None:
     if values.ndim < 2 or values.shape[-1] < 2 or not values.is_floating_point():
         raise ValueError(
             "Expected floating-point class predictions of shape [N, C] with C >= 2, got "
-            f"{values.dtype} of shape {list(values.shape)}. Remedy: for one logit f per datum pass "
-            "`logsigmoid(torch.stack([-f, f], -1))`."
+            f"{values.dtype}, {list(values.shape)}. Remedy: `logsigmoid(torch.stack([-f, f], -1))`."
         )
     if values.isnan().any():
         rows = values.isnan().flatten(0, -2).any(-1)
         raise ValueError(
             f"Expected predictions without NaN, got some in {int(rows.sum())} of {len(rows)} rows. "
-            "Remedy: check the inputs, the model's outputs, and the prior precision of a Laplace "
-            "approximation."
+            "Remedy: check the inputs, the model's outputs, and the prior precision of a posterior."
         )
 
 
@@ -140,12 +138,12 @@ class CalibrationMetrics:
     @property
     def entropies(self) -> Tensor:
         """Predictive entropies of the in-distribution data added so far, ``[n_data]``, in nats."""
-        return self._entropies.compute().reshape(-1) if total(self.n_data) else torch.empty(0)
+        return _of_all(self._entropies)
 
     @property
     def ood_entropies(self) -> Tensor:
         """Predictive entropies of the OOD data added so far, ``[n_ood]``, in nats."""
-        return self._ood_entropies.compute().reshape(-1) if total(self.n_ood) else torch.empty(0)
+        return _of_all(self._ood_entropies)
 
     def compute(self) -> ClassificationReport:
         """Return the report of everything added so far.
@@ -180,10 +178,8 @@ class CalibrationMetrics:
     def _take_form(self) -> None:
         """Give metrics without data the form that those of other processes have."""
         group = processes()
-        if group is None:
-            return
-        C = max(found or 0 for found in group.gather(self.n_classes))
-        if self.n_data == 0:
+        C = max(found or 0 for found in group.gather(self.n_classes)) if group is not None else 0
+        if group is not None and self.n_data == 0:
             for metric in self._metrics.values():
                 metric.update(torch.empty(0, C), torch.empty(0, dtype=torch.long))
 
@@ -305,3 +301,9 @@ class RegressionMetrics:
             **{name: values[name] for name in ("nll", "crps", "rmse", "sharpness")},
             coverage={level: values[f"coverage_{100 * level:g}"] for level in self.levels},
         )
+
+
+def _of_all(kept: CatMetric) -> Tensor:
+    """Kept numbers of all processes; torchmetrics cannot collect from one that has none."""
+    own, group = torch.cat([p.reshape(-1) for p in kept.value] or [torch.empty(0)]), processes()
+    return own if group is None else torch.cat(group.gather(own.cpu())).to(own.device)

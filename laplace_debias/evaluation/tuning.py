@@ -17,6 +17,8 @@ from laplace.baselaplace import KronLaplace
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from laplace_debias.data.loaders import is_main
+from laplace_debias.data.processes import counted, together, total
 from laplace_debias.data.reading import read
 from laplace_debias.evaluation.layerwise import layerwise_trial
 from laplace_debias.evaluation.predictors import for_metrics, ignore_index_of
@@ -147,7 +149,7 @@ def tune(
     check_method(method)
     n_data, apart = 0, not labels
     shown: dict[str, Any] = {"progress": "tune", "progress_bar": progress_bar}
-    with torch.no_grad():
+    with torch.no_grad(), together("its share of the validation data"):
         for x, y in read(val_loader, device_of(la), la.dict_key_y, name="val_loader", **shown):
             way = predictor.chosen_method(x, n_samples, diagonal) if method == "auto" else method
             result = moments_by(predictor, x, way, n_samples, generator, diagonal)
@@ -167,6 +169,7 @@ def tune(
                     if len(targets):
                         copies[i * len(Ts) + j].update(*rows, targets)
             n_data += n_rows
+    n_data, apart = counted(n_data), not total(int(not apart))
     flat = [float(metric.compute()) for metric in copies]
     values = [tuple(flat[i : i + len(Ts)]) for i in range(0, len(flat), len(Ts))]
     found = TuningResult(
@@ -179,7 +182,7 @@ def tune(
         n_data=n_data,
         link_approx=None if regression else link_approx,
     )
-    for text in found.warnings():
+    for text in found.warnings() if is_main() else ():
         warnings.warn(text, stacklevel=3)
     differentiable = objective == "nll" and (regression or link_approx == "probit")
     if not layerwise or not differentiable or not apart or deltas.shape[1] < 2:

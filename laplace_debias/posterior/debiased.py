@@ -334,7 +334,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 fitted = fit_crossfit(engine, data, self.options, progress_bar=progress_bar)
             else:
                 if checkpoint is not None:
-                    kept = fit_checkpoint(self, checkpoint, data, engine, checkpoint_seconds)
+                    more = (checkpoint_seconds, memory_budget)
+                    kept = fit_checkpoint(self, checkpoint, data, engine, *more)
                 method = (
                     partial(fit_two_batch, keep_factors=not override)
                     if self.debias == TWO_BATCH
@@ -510,9 +511,15 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 engine, ((cast(X), cast(y)) for X, y in batches), row_keys(self)
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """The posterior as tensors, strings and numbers, for ``torch.load(weights_only=True)``."""
-        return save_state(self, self._posterior())
+    def state_dict(self, half: bool = False) -> dict[str, Any]:
+        """The posterior as tensors, strings and numbers, for ``torch.load(weights_only=True)``.
+
+        Args:
+            half: Whether to store eigenvectors in half precision: half the bytes, exact no more.
+        """
+        state, kept = save_state(self, self._posterior()), torch.float16 if half else None
+        state["eigenvectors"] = [[Q.to(kept or Q.dtype) for Q in b] for b in state["eigenvectors"]]
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a posterior without fitting.

@@ -216,8 +216,9 @@ def Laplace(
             the eigenbasis of one mini-batch and measures the curvature along it on another.
             ``"crossfit"`` takes the eigenbasis of all data drawn and measures on the folds that
             did not choose it; its options are ``n_folds``, ``sampling="curvature"`` (draw the
-            data that carry curvature), ``n_curvature``, ``n_input``, ``n_pool``, ``scores`` and
-            ``generator``, see :class:`~laplace_debias.debias.options.CrossfitOptions`.
+            data that carry curvature), ``n_passes`` or ``n_curvature``, ``n_input``, ``n_pool``,
+            ``scores`` and ``generator``, see
+            :class:`~laplace_debias.debias.options.CrossfitOptions`.
             ``"single"`` uses one mini-batch (or a whole loader) for both, scaled to the training
             set: the biased baseline.
         **kwargs: Handed to the class, e.g. ``kfac_approx``, ``fisher``, ``sampler``, ``generator``,

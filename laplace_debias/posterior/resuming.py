@@ -40,7 +40,12 @@ def check_resumable(debias: str, *, override: bool) -> None:
 
 
 def fit_checkpoint(
-    la: Any, path: str | Path, data: TrainingData, engine: FactorEngine, seconds: float
+    la: Any,
+    path: str | Path,
+    data: TrainingData,
+    engine: FactorEngine,
+    seconds: float,
+    memory_budget: float | None = None,
 ) -> Checkpoint:
     """The checkpoint of a fit, with what an earlier call has left in it.
 
@@ -50,6 +55,7 @@ def fit_checkpoint(
         data: Its data; of those only the loaders' generators and N are looked at here.
         engine: What makes its factors.
         seconds: How often to write.
+        memory_budget: Bytes of the fit, which decide the pieces that data are passed in.
 
     Returns:
         The checkpoint.
@@ -74,6 +80,7 @@ def fit_checkpoint(
         "class": type(la).__name__,
         "likelihood": str(la.likelihood),
         "n_data": data.n_data,
+        "memory_budget": memory_budget,
         "backend": type(engine).__name__,
         "seed": getattr(engine, "draw_seed", None),
         **plain_options(options),

@@ -373,3 +373,11 @@ def test_halves_show_the_noise_of_the_whole(net, monkeypatch, stale):
     share = 1.0 if stale else rarities[-1]
     expected = (others[0::2] - others[1::2]) / 2 * (share / 3) ** 0.5
     torch.testing.assert_close(seen[-1][:3], expected)
+
+
+def test_a_progress_bar_counts_the_pool_and_backward_passes(net, capsys):
+    la = Laplace(net, "classification", "all", "kron", debias="auto", tolerance=None, n_passes=33)
+    la.fit(DataLoader(TensorDataset(X, Y), 50), progress_bar=True)
+    shown = capsys.readouterr().err
+    total = 200 + la.fit_report.n_passes
+    assert "pairs" in shown and f"{total}/{total}" in shown

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from laplace_debias.debias.inverse import inverse_inflation, null_floor, resolvent_inflation
+from laplace_debias.debias.inverse import (
+    inverse_inflation,
+    null_floor,
+    null_tail,
+    resolvent_inflation,
+)
 
 D, N_DRAWS = 20, 200
 SPECTRUM = torch.logspace(2, -3, D, dtype=torch.float64)
@@ -117,17 +122,56 @@ def test_many_ridges_are_interpolated():
     torch.testing.assert_close(many, exact, rtol=0.02, atol=0)
 
 
-def test_the_floor_is_held_out_curvature_outside_the_span():
-    """Against projections, one row after the other."""
-    X = torch.randn(5, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+def outside(X):
+    """Squared mean distance of the rows to the others' span, by projections one by one."""
     distances = []
-    for i in range(5):
+    for i in range(len(X)):
         others = torch.cat([X[:i], X[i + 1 :]])
         Q = torch.linalg.qr(others.T)[0]
-        distances.append((X[i] - Q @ (Q.T @ X[i])).square().sum())
-    mean = torch.stack(distances).sqrt().mean()
-    assert null_floor(X) == pytest.approx(float(5 * mean**2 / 8 * (1 - 5 / 12)))
-    assert null_floor(X.T) == 0.0
+        distances.append((X[i] - Q @ (Q.T @ X[i])).norm())
+    return float(torch.stack(distances).mean()) ** 2
+
+
+def test_the_tail_is_held_out_curvature_outside_the_span():
+    X = torch.randn(6, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    X = X * torch.logspace(0, -2, 12, dtype=torch.float64)
+    tail = null_tail(X)
+    assert float(tail.sum()) == pytest.approx(6 * outside(X) * (1 - 6 / 12))
+    before = torch.tensor([outside(X[0::2]), outside(X[1::2])]).sqrt().mean().square()
+    fall = outside(X) / float(before) / ((12 - 6 + 1) / (12 - 3 + 1))
+    assert 0 < fall < 1
+    torch.testing.assert_close(tail[3] / tail[0], tail.new_tensor(fall), rtol=1e-5, atol=0)
+    assert len(tail) == 7
+    assert null_tail(X.T).tolist() == [] and null_floor(null_tail(X.T), 1.0) == 0.0
+    assert len(null_tail(X[:1])) == 12
+
+
+def test_the_floor_is_a_geometric_mean_that_knows_the_ridge():
+    tail = torch.tensor([4.0, 1.0, 0.25], dtype=torch.float64)
+    assert null_floor(tail, 1e-12) == pytest.approx(1.0)
+    assert null_floor(tail, 0.5) == pytest.approx((4.5 * 1.5 * 0.75) ** (1 / 3) - 0.5)
+    assert null_floor(tail, 1e6) == pytest.approx(1.75, rel=1e-3)
+
+
+@pytest.mark.parametrize("steep", [0.0, 0.02, 0.2, 0.3])
+def test_inverses_of_few_rows_are_nearer_with_a_floor_as_steep_as_the_draw(steep):
+    """Decades per direction: 10 rows of 30 dimensions, 100 draws, log ratio of the traces."""
+    d, n, ridge = 30, 10, 1e-3
+    spectrum = 10 ** (-steep * torch.arange(d, dtype=torch.float64))
+    generator = torch.Generator().manual_seed(0)
+    truth = (1 / (spectrum + ridge)).sum().log()
+    found = {"single": [], "isotropic": [], "tail": []}
+    for _ in range(100):
+        X = torch.randn(n, d, generator=generator, dtype=torch.float64) * (spectrum / n).sqrt()
+        lam, tail = torch.linalg.eigvalsh(X.T @ X).clamp(min=0), null_tail(X)
+        floors = (0.0, float(tail.mean()), null_floor(tail, ridge))
+        for errors, floor in zip(found.values(), floors, strict=True):
+            errors.append((1 / (lam + floor + ridge)).sum().log() - truth)
+    off = {name: abs(float(torch.stack(errors).mean())) for name, errors in found.items()}
+    if steep < 0.1:
+        assert off["single"] > 5 and off["tail"] < 0.05 * off["single"]
+    else:  # an even floor over-corrects
+        assert off["tail"] < 0.7 * off["isotropic"]
 
 
 def test_without_curvature_nothing_is_inflated():

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.debias.options import AutoOptions, CrossfitOptions, even_parts, method_options
+from laplace_debias.debias.options import AutoOptions, CrossfitOptions, method_options
+from laplace_debias.debias.sampling import even_parts
 from tests.cases import MLP
 
 
@@ -14,6 +16,12 @@ from tests.cases import MLP
         ({"n_folds": 1}, "`n_folds` of at least 2, got 1"),
         ({"sampling": "smart"}, "`sampling` to be one of .* got 'smart'"),
         ({"n_curvature": 1}, "`n_curvature` of at least `n_folds`=2, got 1"),
+        ({"n_passes": 8}, "`n_curvature` with uniform sampling, got n_passes"),
+        ({"n_passes": 1, "sampling": "curvature"}, "`n_passes` of at least `n_folds`=2, got 1"),
+        (
+            {"n_passes": 8, "n_curvature": 9, "sampling": "curvature"},
+            "n_passes or n_curvature, got 8 and 9",
+        ),
         ({"n_pool": 9}, "no `n_pool` and no `scores` with sampling='uniform'"),
         (
             {"sampling": "curvature", "n_pool": 9, "n_curvature": 10},
@@ -52,6 +60,28 @@ def test_even_parts(n, k):
     parts = even_parts(n, k)
     assert len(parts) == k and sum(parts) == n and max(parts) - min(parts) <= 1
     assert parts == sorted(parts, reverse=True)
+
+
+def test_passes_are_the_budget_of_what_chooses_its_data():
+    X, y = torch.randn(60, 4), torch.arange(60) % 3
+    net = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    loader = DataLoader(TensorDataset(X, y), 20, shuffle=True)
+
+    def fitted(**options):
+        generator = torch.Generator().manual_seed(0)
+        la = Laplace(
+            net, "classification", "all", "kron", debias="crossfit", sampling="curvature",
+            generator=generator, **options,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        la.fit(loader)
+        return la
+
+    by_passes, by_data = (fitted(fisher="mc", **{word: 24}) for word in ("n_passes", "n_curvature"))
+    assert 0 < by_passes.fit_cost.backward <= 24  # data that are drawn twice are passed once
+    assert by_passes.log_det_posterior_precision == by_data.log_det_posterior_precision
+    with pytest.raises(ValueError, match=r"Expected one backward vector.*n_passes.*Remedy"):
+        fitted(n_passes=24)
 
 
 def test_options_of_another_method_are_told_where_they_belong():

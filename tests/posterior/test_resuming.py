@@ -76,6 +76,7 @@ def other_model():
         ({"fisher": "exact"}, "differs in fisher"),
         ({"kfac_approx": "reduce"}, "differs in kfac_approx"),
         ({"kind": "single"}, "differs in debias"),
+        ({"memory_budget": 10**9}, "differs in memory_budget"),
         ({"data_seed": 3}, "the data of the interrupted fit"),
     ],
 )

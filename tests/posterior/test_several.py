@@ -93,6 +93,27 @@ def test_draws_by_scores_from_training_are_those_of_one_process(several, group_o
         torch.testing.assert_close(result["stale"]["H"], expected["H"], **CLOSE)
 
 
+def test_tuning_takes_the_shares_of_all(several):
+    expected = jobs.tuned()
+    for result in several:
+        found = result["tuned"]
+        assert found["n_data"] == expected["n_data"] == 40
+        for key in ("values", "plain", "trial", "marglik"):
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-6, atol=1e-7)
+
+
+def test_a_comparison_takes_the_shares_of_all(several):
+    """The second time from the cells that rank 0 has kept."""
+    expected = jobs.compared()
+    for result in several:
+        first, second = result["compared"]
+        assert first == second
+        assert set(first) == set(expected)
+        for cell, values in expected.items():
+            assert first[cell] == pytest.approx(values, rel=1e-5, abs=1e-6)
+        assert any("ood_auroc" in name for values in expected.values() for name in values)
+
+
 def test_rank_0_alone_warns(several):
     for name in jobs.FITS:
         assert not any(result[name]["warnings"] for result in several[1:])
