@@ -719,7 +719,6 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         )
         return prediction
 
-    @no_autocast()
     def output_moments(
         self, X: Inputs, joint: bool = False, diagonal_output: bool = False
     ) -> tuple[Tensor, Tensor]:
@@ -769,7 +768,6 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         self.check_fitted()
         return super().sample(n_samples, generator)
 
-    @no_autocast()
     def network_samples(
         self,
         X: Inputs,
@@ -791,7 +789,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         check_n_samples(n_samples)
         X = on_device(X, device_of(self))
         samples = self.sample(n_samples, generator)
-        with evaluation_mode(self.model):
+        with evaluation_mode(self.model), no_autocast():
             outputs = torch.stack(
                 list(network_samples(self.model, self.parameter_names, samples, X, **model_kwargs))
             )
@@ -997,9 +995,6 @@ def _version(t: Tensor) -> Any:
 
 def _same(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
     """Whether two keys of a kept predictor agree; tensors and posteriors by identity."""
-    objects, others = one[0], two[0]
-    return (
-        len(objects) == len(others)
-        and all(a is b for a, b in zip(objects, others, strict=True))
-        and one[1:] == two[1:]
-    )
+    if len(one[0]) != len(two[0]) or one[1:] != two[1:]:
+        return False
+    return all(a is b for a, b in zip(one[0], two[0], strict=True))
