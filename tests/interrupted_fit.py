@@ -1,8 +1,8 @@
 """A fit that is killed again and again, in processes of its own.
 
-Started as ``python -m tests.interrupted_fit folder kills``: children are forked, killed at random
-moments, and started again until that many were killed and each kind of fit has ended; what each
-ended with goes to a file.
+Started as ``python -m tests.interrupted_fit folder kills kind ...``: children are forked, killed at
+random moments, and started again until that many were killed and each kind of fit has ended; what
+each ended with goes to a file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from laplace_debias import Laplace
 from laplace_debias.storage.fingerprints import tensors_hash
 from tests import cases
 
-KINDS = ("single", "two-batch")
+PLAIN = ("single", "two-batch")
+DRAWN = {
+    "crossfit": {"n_folds": 3, "n_curvature": 100},
+    "crossfit-inputs": {"n_curvature": 45, "n_input": 90},
+    "crossfit-drawn": {"sampling": "curvature", "n_curvature": 40, "n_input": 60, "n_folds": 3},
+}
+"""Options of methods with folds or draws, by the kind of fit."""
 
 
 class Slow(TensorDataset):
@@ -44,9 +50,11 @@ def fit(
     other = DataLoader(
         Slow(X[120:], y[120:]), 8, shuffle=True, generator=torch.Generator().manual_seed(seed)
     )
+    debias = kind.split("-")[0] if kind in DRAWN else kind
+    given = {"fisher": "mc", "generator": torch.Generator().manual_seed(seed)}
     la = Laplace(
-        model or cases.MLP.model(), "classification", "all", "kron", debias=kind, verify=False,
-        **{"fisher": "mc", "generator": torch.Generator().manual_seed(seed), **options},
+        model or cases.MLP.model(), "classification", "all", "kron", debias=debias, verify=False,
+        **{**given, **DRAWN.get(kind, {}), **options},
     )  # fmt: skip
     second = other if kind == "two-batch" else None
     kept = {"checkpoint": path, "checkpoint_seconds": seconds, "memory_budget": memory_budget}
@@ -82,14 +90,14 @@ def lived(pid, checkpoint, chance):
     return os.waitpid(pid, 0)[1]
 
 
-def main(folder, kills):
+def main(folder, kills, kinds):
     """Kill and start again."""
     torch.set_num_threads(1)
     chance, killed, ended, lives = random.Random(0), 0, 0, 0
     resumed = 0
     status = 1
-    while killed < kills or ended < len(KINDS) or status != 0:
-        kind = KINDS[ended % len(KINDS)]
+    while killed < kills or ended < len(kinds) or status != 0:
+        kind = kinds[ended % len(kinds)]
         resumed += (folder / f"{kind}.checkpoint").exists()
         lives += 1
         pid = os.fork()
@@ -108,4 +116,4 @@ def main(folder, kills):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -22,7 +22,7 @@ __all__ = ["Pool", "given_scores", "segments"]
 
 
 def segments(
-    batches: Iterable[Batch], sizes: Sequence[int], key: Keys
+    batches: Iterable[Batch], sizes: Sequence[int], key: Keys, seen: int = 0
 ) -> Iterator[tuple[int, Inputs, Tensor]]:
     """Cut a stream of mini-batches into consecutive segments of given sizes.
 
@@ -32,6 +32,7 @@ def segments(
         batches: Mini-batches ``(X, y)``.
         sizes: Numbers of data in the segments.
         key: Key of the inputs in a mapping.
+        seen: Number of data of the stream before these.
 
     Yields:
         Segment number, inputs and targets of pieces, in order.
@@ -41,7 +42,7 @@ def segments(
         >>> [(i, y.tolist()) for i, _, y in segments(stream, [2, 2], "x")]
         [(0, [0, 1]), (1, [2]), (1, [0]), (2, [1, 2])]
     """
-    bounds, seen = torch.tensor([0, *sizes]).cumsum(0).tolist(), 0
+    bounds = torch.tensor([0, *sizes]).cumsum(0).tolist()
     for X, y in batches:
         cuts = [0, *(b - seen for b in bounds[1:] if 0 < b - seen < len(y)), len(y)]
         for start, stop in zip(cuts[:-1], cuts[1:], strict=True):

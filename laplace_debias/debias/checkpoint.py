@@ -1,6 +1,6 @@
 """What a fit has done so far, in a file: the same call goes on from there after an interruption.
 
-Accumulated factors (or the basis, once it is there), the number of mini-batches that are in them
+What was accumulated (factors, a basis, folds, draws), the number of mini-batches that are in it
 with a digest of their data, and the states of all random number generators are written as one file,
 whole or not at all. Going on, the loader is started from the same state and the mini-batches that
 are done are read, compared with the digest, and passed over: then everything is as it was.
@@ -26,10 +26,8 @@ from laplace_debias.storage.atomic import write_atomically
 
 __all__ = ["Checkpoint", "generators_of"]
 
-_KEPT = (
-    "names", "B", "A", "n", "n_outputs", "weight", "loss", "forward", "backward", "at_output",
-    "n_rows",
-)  # fmt: skip
+_FACTORS = "factors"
+"""Key of factors in a file; no content has this name."""
 
 
 def generators_of(*owners: Any) -> list[torch.Generator]:
@@ -71,8 +69,7 @@ class Checkpoint:
         seconds: How often to write; 0 after every mini-batch.
 
     Attributes:
-        content: What an earlier call has left: ``directions``, ``basis`` and ``curvatures`` as far
-            as there are any.
+        content: What an earlier call has left, by name; empty if there was none.
         resumed: Number of mini-batches whose passes an earlier call has made.
         done: Number of mini-batches whose passes are made, as far as they were read again.
 
@@ -126,17 +123,19 @@ class Checkpoint:
                 f"Expected a checkpoint of this very fit in {self.path}, got one that differs in "
                 f"{', '.join(other)}. Remedy: delete the file to begin anew, or take another path."
             )
-        self.content = {key: saved[key] for key in ("basis", "cost")}
-        for role in ("directions", "curvatures"):
-            kept = saved[role]
-            self.content[role] = None if kept is None else Factors(**kept)
+        self.content = _unpacked(saved["content"])
         self._start, self._position = saved["start"], saved["position"]
         self._saved, self.resumed = saved, saved["done"]
 
-    def restore_cost(self, cost: FitCost) -> None:
-        """Add what earlier calls have spent."""
+    def begin(self, cost: FitCost) -> None:
+        """Set generators as they were at the start of the first call; add what calls have spent.
+
+        Args:
+            cost: Where to add it.
+        """
         if self._saved is not None:
-            forward, backward, seconds = self.content["cost"]
+            self._restore(self._start)
+            forward, backward, seconds = self._saved["cost"]
             cost.forward += forward
             cost.backward += backward
             for stage, spent in seconds.items():
@@ -146,7 +145,8 @@ class Checkpoint:
         """Mini-batches whose passes are still to be made; the others are read and compared.
 
         Args:
-            batches: All of them, with their roles; not begun yet.
+            batches: All of them, with their roles; not begun yet. What they draw before they are
+                read is to be what it was in the first call, see :meth:`begin`.
 
         Yields:
             The rest.
@@ -155,7 +155,6 @@ class Checkpoint:
             ValueError: If the data are not those of the earlier call.
         """
         if self._saved is not None:
-            self._restore(self._start)
             for _ in range(self._saved["done"]):
                 item = next(batches, None)
                 if item is None:
@@ -183,7 +182,8 @@ class Checkpoint:
 
         Args:
             cost: What the fit has spent so far.
-            **content: ``directions``, ``basis`` or ``curvatures`` so far.
+            **content: What was accumulated so far: factors, tensors, numbers and text, in lists,
+                tuples and dictionaries.
         """
         self._commit()
         self._position = self._states()  # before the next mini-batch is read, which draws as well
@@ -192,16 +192,14 @@ class Checkpoint:
 
     def write(self, cost: FitCost, **content: Any) -> None:
         """Write the file, whole or not at all; arguments as those of :meth:`processed`."""
-        factors = {role: content.get(role) for role in ("directions", "curvatures")}
         state = {
             "about": self.about,
             "done": self.done,
             "digest": self._digest,
             "start": self._start,
             "position": self._position,
-            "basis": content.get("basis"),
+            "content": _packed(content),
             "cost": (cost.forward, cost.backward, dict(cost.seconds)),
-            **{role: None if f is None else _plain(f) for role, f in factors.items()},
         }
 
         def save(file: Path) -> None:
@@ -228,10 +226,28 @@ class Checkpoint:
             generator.set_state(state)
 
 
-def _plain(factors: Factors) -> dict[str, Any]:
-    """Factors as tensors, numbers and names."""
-    assert set(_KEPT) <= {field.name for field in fields(factors)}
-    return {name: getattr(factors, name) for name in _KEPT}
+def _packed(value: Any) -> Any:
+    """The same with dictionaries in the place of factors."""
+    if isinstance(value, Factors):
+        assert not any(map(any, value.row_counts))  # of reports, not of fits
+        names = (each.name for each in fields(value) if each.name != "row_counts")
+        return {_FACTORS: {name: getattr(value, name) for name in names}}
+    if isinstance(value, dict):
+        return {key: _packed(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_packed, value))
+    return value
+
+
+def _unpacked(value: Any) -> Any:
+    """What was packed."""
+    if isinstance(value, dict):
+        if _FACTORS in value:
+            return Factors(**value[_FACTORS])
+        return {key: _unpacked(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_unpacked, value))
+    return value
 
 
 def _digest(role: str, batch: Batch) -> str:

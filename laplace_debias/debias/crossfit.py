@@ -18,17 +18,13 @@ from laplace_debias.data.map_style import MapStyle, is_map_style
 from laplace_debias.data.pool import segments
 from laplace_debias.data.processes import processes
 from laplace_debias.data.roles import TrainingData
+from laplace_debias.debias.checkpoint import Checkpoint
 from laplace_debias.debias.few_rows import few_rows_from
 from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.options import CrossfitOptions
 from laplace_debias.debias.pool_pass import PoolPass
 from laplace_debias.debias.reservoirs import Reservoirs
-from laplace_debias.debias.sampling import (
-    curvature_order,
-    distinct,
-    draw_weighted,
-    even_parts,
-)
+from laplace_debias.debias.sampling import distinct, draw_weighted, even_parts
 from laplace_debias.debias.shared_folds import fit_shared_folds
 from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.kfac.factors import Factors
@@ -44,6 +40,7 @@ def fit_crossfit(
     options: CrossfitOptions,
     *,
     progress_bar: bool | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> FitResult:
     """Read data, form the factors of every fold, and cross-fit them.
 
@@ -52,6 +49,8 @@ def fit_crossfit(
         data: The loader and N.
         options: Folds, sampling and numbers of data.
         progress_bar: Whether to show one.
+        checkpoint: Where to keep what was done so far, and to go on from; not for draws from a
+            stream, nor for several processes.
 
     Returns:
         The fit.
@@ -76,7 +75,7 @@ def fit_crossfit(
     if processes() is not None:
         return fit_shared_folds(engine, data, options, progress_bar=progress_bar)
     with bar(shown=progress_bar, total=0, unit="datum") as shown:
-        run = _Run(engine, data, options, shown)
+        run = _Run(engine, data, options, shown, checkpoint)
         if options.sampling == "uniform":
             return run.uniform()
         return run.curvature_map() if is_map_style(data.loader) else run.curvature_stream()
@@ -86,9 +85,28 @@ class _Run:
     """One fit: what its ways to read the data share."""
 
     def __init__(
-        self, engine: EngineInterface, data: TrainingData, options: CrossfitOptions, bar: tqdm
+        self,
+        engine: EngineInterface,
+        data: TrainingData,
+        options: CrossfitOptions,
+        bar: tqdm,
+        checkpoint: Checkpoint | None,
     ) -> None:
         self.engine, self.data, self.options, self.bar = engine, data, options, bar
+        self.checkpoint, self.kept = checkpoint, dict[str, Any]()
+        if checkpoint is not None:
+            self.kept = checkpoint.content
+            checkpoint.begin(engine.cost)
+
+    def left(self, batches: Iterator[tuple[str, Batch]]) -> Iterator[tuple[str, Batch]]:
+        """Mini-batches whose passes are still to be made."""
+        return batches if self.checkpoint is None else self.checkpoint.following(batches)
+
+    def keep(self, content: dict[str, Any], *, now: bool = False) -> None:
+        """Keep what was accumulated, after a mini-batch or after all of them."""
+        if self.checkpoint is not None:
+            note = self.checkpoint.write if now else self.checkpoint.processed
+            note(self.engine.cost, **content)
 
     def read(self, phase: str, batches: Iterable[Any] | None = None, n: int = 0) -> Iterator[Batch]:
         """Mini-batches, shown in the progress bar, which expects n more data."""
@@ -100,48 +118,52 @@ class _Run:
 
     def uniform(self) -> FitResult:
         """Consecutive data of the loader, cut into folds; further ones for the input factors."""
-        batches = self.read("folds")
-        first = next(batches)
-        options = self.options.resolved(len(first[1]))
-        K, M = options.n_folds, options.n_curvature
-        extra = max(0, options.n_input - M)
-        sizes = even_parts(M, K) + even_parts(extra, K)
-        self.bar.total += sum(sizes)
-        folds: list[list[Factors]] = [[] for _ in range(K)]
-        more: list[list[Factors]] = [[] for _ in range(K)]
-        loss: Tensor | float = 0.0
-        n_seen, rows_from = 0, few_rows_from(options.n_input)
+        K, sizes = self.options.n_folds, list[int]()  # known from the first mini-batch on
+        found: dict[str, Any] = {"folds": {}, "more": {}, "loss": 0.0, "n": 0, **self.kept}
+        folds: dict[int, Factors] = found["folds"]
+        more: dict[int, Factors] = found["more"]
 
-        def stream() -> Iterator[Batch]:
-            yield first
-            seen = len(first[1])
-            while seen < sum(sizes):  # nothing is read that is not used
-                batch = next(batches, None)
-                if batch is None:
+        def stream() -> Iterator[tuple[str, Batch]]:
+            seen = 0
+            for X, y in self.read("folds"):
+                if not sizes:
+                    options = self.options.resolved(len(y))
+                    M, extra = options.n_curvature, max(0, options.n_input - options.n_curvature)
+                    sizes.extend(even_parts(M, K) + even_parts(extra, K))
+                    self.bar.total += sum(sizes)
+                yield "folds", (X, y)
+                seen += len(y)
+                if seen >= sum(sizes):  # nothing is read that is not used
                     return
-                yield batch
-                seen += len(batch[1])
 
-        for number, X, y in segments(stream(), sizes, self.data.key_x):
-            if number == 2 * K:
-                break
-            if number < K:
-                folds[number].append(self.engine.factors(X, y, inputs=not extra))
-                loss = loss + folds[number][-1].summed_loss
-            if extra:
-                new = self.engine.factors(X, y, outputs=False, rows_from=rows_from)
-                more[number % K].append(new)
-                loss = loss + new.summed_loss if number >= K else loss
-            n_seen += len(y)
+        for _, batch in self.left(stream()):
+            extra, rows_from = sum(sizes[K:]), few_rows_from(sum(sizes))
+            for number, X, y in segments([batch], sizes, self.data.key_x, found["n"]):
+                if number == 2 * K:
+                    break
+                k = number % K
+                if number < K:
+                    new = self.engine.factors(X, y, inputs=not extra)
+                    folds[k] = folds[k] + new if k in folds else new
+                    found["loss"] = found["loss"] + new.summed_loss
+                if extra:
+                    new = self.engine.factors(X, y, outputs=False, rows_from=rows_from)
+                    more[k] = more[k] + new if k in more else new
+                    if number >= K:
+                        found["loss"] = found["loss"] + new.summed_loss
+                found["n"] += len(y)
+            self.keep(found)
+        self.keep(found, now=True)
+        n_seen = found["n"]
         if n_seen < sum(sizes):
             raise self.too_few(n_seen, sum(sizes))
         self.data.check_seen({"folds": n_seen}, disjoint=True)
         with self.engine.cost.stage("decompositions"):
             return crossfit_kron(
-                [reduce(add, parts) for parts in folds],
-                [reduce(add, parts) for parts in more] if extra else None,
+                [folds[k] for k in range(K)],
+                [more[k] for k in range(K)] if more else None,
                 n_data=self.data.n_data,
-                loss=loss / n_seen,
+                loss=found["loss"] / n_seen,
             )
 
     def from_pool(self, passed: PoolPass, folds: list[Factors], *, whole: bool) -> FitResult:
@@ -173,40 +195,45 @@ class _Run:
         options = self.options.resolved(min(batch_size, len(loader.dataset)))
         given = options.scores
         pool = MapStyle(loader, options.n_pool if given is None else None, options.generator)
-        passed = PoolPass(engine, options, self.data.key_x)
+        found: dict[str, Any] = {"pool": {}, "draws": [], "folds": {}, **self.kept}
+        passed = PoolPass(engine, options, self.data.key_x, **found["pool"])
+        draws: list[tuple[list[int], Tensor]] = found["draws"]
+        folds: dict[int, Factors] = found["folds"]
         n_input = min(options.n_input, len(pool))
-        for X, y in self.read("pool", pool.read(range(n_input), at_once=options.n_folds), n_input):
-            passed.add(X, y)  # in passes of one mini-batch, as each fold takes its share
-        if given is None and n_input < len(pool):
-            rest = range(n_input, len(pool))
-            for X, y in self.read("pool", pool.read(rest), len(rest)):
-                passed.add(X, y)
-        if given is None:
-            f = torch.cat(passed.outputs)
-            scores = curvature_scores(f, engine.likelihood)
-            classes = engine.likelihood == "classification"
-            order = curvature_order(f) if classes else torch.arange(len(f), device=f.device)
-        else:
-            if len(given) != len(loader.dataset):
-                raise ValueError(
-                    f"Expected one score for each of the {len(loader.dataset)} data of the "
-                    f"dataset, got {len(given)}. Remedy: keep the scores in the order of the "
-                    "dataset."
-                )
-            scores = given[torch.tensor(pool.positions)]
-            order = scores.argsort()
-        folds = []
         M = options.n_curvature if asked is not None else min(options.n_curvature, len(pool))
-        for m in even_parts(M, options.n_folds):
-            draw = draw_weighted(scores, m, order=order, generator=options.generator)
-            rows, weights = distinct(draw)
-            parts, start = [], 0
-            for X, y in self.read("draws", pool.read(rows), len(rows)):
-                w = weights[start : start + len(y)]
-                parts.append(engine.factors(X, y, w, inputs=False))
-                start += len(y)
-            folds.append(replace(reduce(add, parts), weight=m))
-        return self.from_pool(passed, folds, whole=given is None)
+        sizes = even_parts(M, options.n_folds)
+
+        def stream() -> Iterator[tuple[str, Batch]]:
+            first = pool.read(range(n_input), at_once=options.n_folds)
+            for batch in self.read("pool", first, n_input):
+                yield "pool", batch  # in passes of one mini-batch, as each fold takes its share
+            if given is None and n_input < len(pool):
+                rest = range(n_input, len(pool))
+                for batch in self.read("pool", pool.read(rest), len(rest)):
+                    yield "pool", batch
+            scores, order = passed.scored(pool, given)
+            for k, m in enumerate(sizes):
+                if k == len(draws):  # otherwise an earlier call has drawn
+                    draw = draw_weighted(scores, m, order=order, generator=options.generator)
+                    draws.append(distinct(draw))
+                rows = draws[k][0]
+                for batch in self.read("draws", pool.read(rows), len(rows)):
+                    yield f"fold {k}", batch
+
+        for role, (X, y) in self.left(stream()):
+            if role == "pool":
+                passed.add(X, y)
+            else:
+                k = len(draws) - 1
+                start = folds[k].n if k in folds else 0
+                w = draws[k][1][start : start + len(y)]
+                new = engine.factors(X, y, w, inputs=False)
+                folds[k] = folds[k] + new if k in folds else new
+            found["pool"] = passed.found()
+            self.keep(found)
+        self.keep(found, now=True)
+        parts = [replace(folds[k], weight=m) for k, m in enumerate(sizes)]
+        return self.from_pool(passed, parts, whole=given is None)
 
     def curvature_stream(self) -> FitResult:
         """Score and draw in one pass; only what the reservoirs hold is kept."""

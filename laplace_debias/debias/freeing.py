@@ -69,7 +69,7 @@ def fit_freeing(
     kept: dict[str, Any] = {}
     if checkpoint is not None:
         batches, kept = checkpoint.following(batches), checkpoint.content
-        checkpoint.restore_cost(engine.cost)
+        checkpoint.begin(engine.cost)
     # one, or none if there are no data; the basis takes it out
     directions: list[Factors] = [kept.pop("directions")] if kept.get("directions") else []
     curvatures: Factors | None = kept.get("curvatures")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs, Keys, take
+from laplace_debias.data.map_style import MapStyle
 from laplace_debias.data.targets import check_unweighted
 from laplace_debias.debias.few_rows import few_rows_from, most_few_rows
 from laplace_debias.debias.options import ResolvedOptions
+from laplace_debias.debias.sampling import curvature_order
 from laplace_debias.kfac.factors import Factors
 from laplace_debias.kfac.interface import EngineInterface
+from laplace_debias.network.loss import curvature_scores
 
 __all__ = ["PoolPass"]
 
@@ -69,6 +73,10 @@ class PoolPass:
         self.outputs.append(f)
         return f
 
+    def found(self) -> dict[str, Any]:
+        """What was found so far: arguments of another one that goes on from here."""
+        return {name: getattr(self, name) for name in ("A", "more_rows", "outputs", "loss")}
+
     def _forward(
         self, X: Inputs, y: Tensor, rows: slice, *, inputs: bool, rows_from: float
     ) -> Factors:
@@ -78,6 +86,33 @@ class PoolPass:
         )
         self.loss = self.loss + new.summed_loss
         return new
+
+    def scored(self, pool: MapStyle, given: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Scores of the pool's data, and the order to draw them in.
+
+        Args:
+            pool: The pool, after all of its data were passed.
+            given: Scores from training of the whole dataset, if there are any.
+
+        Returns:
+            Scores ``[n]`` and a permutation.
+
+        Raises:
+            ValueError: If given scores do not fit the dataset.
+        """
+        if given is None:
+            f = torch.cat(self.outputs)
+            scores = curvature_scores(f, self.engine.likelihood)
+            classes = self.engine.likelihood == "classification"
+            return scores, curvature_order(f) if classes else torch.arange(len(f), device=f.device)
+        dataset: Any = pool.loader.dataset
+        if len(given) != len(dataset):
+            raise ValueError(
+                f"Expected one score for each of the {len(dataset)} data of the dataset, got "
+                f"{len(given)}. Remedy: keep the scores in the order of the dataset."
+            )
+        scores = given[torch.tensor(pool.positions)]
+        return scores, scores.argsort()
 
     def rows(self) -> list[Tensor | None]:
         """For each parameter the rows ``[n, d_in]`` of a wide layer, no more than few, or None."""

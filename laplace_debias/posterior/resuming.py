@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from laplace_debias.data.map_style import is_map_style
 from laplace_debias.data.processes import processes
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.checkpoint import Checkpoint, generators_of
-from laplace_debias.debias.options import SINGLE, TWO_BATCH
+from laplace_debias.debias.options import CROSSFIT, SINGLE, TWO_BATCH, CrossfitOptions
 from laplace_debias.kfac.interface import EngineInterface, FactorEngine
 from laplace_debias.storage.fingerprints import model_hash, plain_options
 
 __all__ = ["check_resumable", "fit_checkpoint"]
+
+_OPTIONS = ("debias", "kfac_approx", "fisher", "sampler", "objective")
+_RESUMED = (SINGLE, TWO_BATCH, CROSSFIT)
 
 
 def check_resumable(debias: str, *, override: bool) -> None:
@@ -23,18 +27,17 @@ def check_resumable(debias: str, *, override: bool) -> None:
         override: Whether earlier fits are forgotten.
 
     Raises:
-        ValueError: For methods that keep more than factors, fits that add to others, and several
-            processes.
+        ValueError: For other methods, fits that add to others, and several processes.
 
     Example:
         >>> check_resumable("two-batch", override=True)
     """
     group = processes()
     several = group is not None and group.size > 1
-    if debias not in (SINGLE, TWO_BATCH) or not override or several:
+    if debias not in _RESUMED or not override or several:
         raise ValueError(
-            "Expected `checkpoint` with debias='single' or 'two-batch', override=True and one "
-            f"process, got debias={debias!r}, override={override} and "
+            f"Expected `checkpoint` with debias in {_RESUMED}, override=True and one process, "
+            f"got debias={debias!r}, override={override} and "
             f"{group.size if group is not None else 1} process(es). Remedy: leave `checkpoint` out."
         )
 
@@ -69,12 +72,22 @@ def fit_checkpoint(
             f"Expected the backend HookGGN or HookEF for a two-batch fit with a checkpoint, got "
             f"{type(engine).__name__}. Remedy: leave `backend` or `checkpoint` out."
         )
-    if la.fisher == "mc" and la.generator is None and data.device.type != "cpu":
+    sampled = isinstance(la.options, CrossfitOptions) and la.options.sampling == "curvature"
+    if sampled and not is_map_style(data.loader):
         raise ValueError(
-            f"Expected a `generator` for fisher='mc' with a checkpoint on {data.device}, got none. "
-            "Remedy: `Laplace(..., generator=torch.Generator(device))`."
+            "Expected a DataLoader over a map-style dataset for sampling='curvature' with a "
+            f"checkpoint, got {type(data.loader).__name__}, a stream. Remedy: sampling='uniform', "
+            "or leave `checkpoint` out."
         )
-    options = {name: getattr(la, name) for name in ("debias", "kfac_approx", "fisher", "sampler")}
+    draws = la.fisher == "mc" or sampled
+    if draws and la.generator is None and data.device.type != "cpu":
+        raise ValueError(
+            f"Expected a `generator` for random draws with a checkpoint on {data.device}, got "
+            "none. Remedy: `Laplace(..., generator=torch.Generator(device))`."
+        )
+    options = {name: getattr(la, name) for name in _OPTIONS}
+    if la.options is not None:  # of the method; generators are kept by their states
+        options |= {name: getattr(la.options, name) for name in la.options.names()}
     about = {
         "model": model_hash(la.model),
         "class": type(la).__name__,

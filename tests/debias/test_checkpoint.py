@@ -51,7 +51,7 @@ def test_a_mini_batch_that_was_only_read_is_not_counted(tmp_path):
     assert second.resumed == 1
     assert len(list(second.following(iter(items())))) == 3
     cost = FitCost(forward=1, seconds={"passes": 0.5})
-    second.restore_cost(cost)
+    second.begin(cost)
     assert cost.forward == 3 and cost.seconds == {"passes": 1.5}
 
 

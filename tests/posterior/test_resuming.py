@@ -10,17 +10,18 @@ import torch
 
 from laplace_debias import Laplace
 from tests import cases
-from tests.interrupted_fit import KINDS, fit
+from tests.interrupted_fit import DRAWN, PLAIN, fit
 
 
-def test_killed_twenty_times_and_ends_with_the_same_bits(tmp_path):
-    command = [sys.executable, "-m", "tests.interrupted_fit", str(tmp_path), "20"]
+@pytest.mark.parametrize("kinds", [PLAIN, tuple(DRAWN)], ids=["plain", "drawn"])
+def test_killed_twenty_times_and_ends_with_the_same_bits(kinds, tmp_path):
+    command = [sys.executable, "-m", "tests.interrupted_fit", str(tmp_path), "20", *kinds]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     subprocess.run(command, check=True, env=env, timeout=150)
     lives, killed, ended, resumed = json.loads((tmp_path / "lives.json").read_text())
     assert killed == 20 and lives == killed + ended and resumed >= 5
     for number in range(ended):
-        kind = KINDS[number % len(KINDS)]
+        kind = kinds[number % len(kinds)]
         found = json.loads((tmp_path / f"{kind}-{number}.json").read_text())
         expected = json.loads(json.dumps(fit(kind)))
         assert found == expected
@@ -35,7 +36,7 @@ class Stop(Exception):
 def interrupted(tmp_path, monkeypatch):
     """A checkpoint of a two-batch fit, in the middle of its second role."""
 
-    def stopped_at(count):
+    def stopped_at(count, kind="two-batch"):
         calls = []
         from laplace_debias.kfac.engine import Engine
 
@@ -50,7 +51,7 @@ def interrupted(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(Engine, "factors", factors)
             with pytest.raises(Stop):
-                fit("two-batch", tmp_path / "a.checkpoint")
+                fit(kind, tmp_path / "a.checkpoint")
         assert (tmp_path / "a.checkpoint").exists()
         return tmp_path / "a.checkpoint"
 
@@ -60,6 +61,20 @@ def interrupted(tmp_path, monkeypatch):
 @pytest.mark.parametrize("count", [1, 14, 15, 16, 29])
 def test_goes_on_from_any_mini_batch(count, interrupted):
     assert fit("two-batch", interrupted(count)) == fit("two-batch")
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [
+        ("crossfit", [1, 5, 14]),
+        ("crossfit-inputs", [2, 9, 16]),
+        ("crossfit-drawn", [3, 7, 17, 18, 19, 21]),
+    ],
+)
+def test_goes_on_in_any_fold(kind, counts, interrupted):
+    expected = fit(kind)
+    for count in counts:
+        assert fit(kind, interrupted(count, kind)) == expected
 
 
 def other_model():
@@ -76,6 +91,7 @@ def other_model():
         ({"fisher": "exact"}, "differs in fisher"),
         ({"kfac_approx": "reduce"}, "differs in kfac_approx"),
         ({"kind": "single"}, "differs in debias"),
+        ({"label_smoothing": 0.1}, "differs in objective"),
         ({"memory_budget": 10**9}, "differs in memory_budget"),
         ({"data_seed": 3}, "the data of the interrupted fit"),
     ],
@@ -88,13 +104,25 @@ def test_a_checkpoint_of_another_fit_is_refused(change, message, interrupted):
     assert path.read_bytes() == before  # nothing lost: the right call can still go on
 
 
+def test_a_checkpoint_of_other_folds_is_refused(interrupted):
+    path = interrupted(5, "crossfit")
+    with pytest.raises(ValueError, match="differs in n_folds"):
+        fit("crossfit", path, n_folds=4)
+    with pytest.raises(ValueError, match="the data of the interrupted fit"):
+        fit("crossfit", path, data_seed=3)
+
+
 def test_what_is_no_checkpoint_is_refused(tmp_path):
     (tmp_path / "a").write_text("other")
     with pytest.raises(ValueError, match="cannot be read as one"):
         fit("single", tmp_path / "a")
-    la = Laplace(cases.MLP.model(), "classification", "all", "kron", debias="crossfit")
-    with pytest.raises(ValueError, match="Expected `checkpoint` with debias='single'"):
+    la = Laplace(cases.MLP.model(), "classification", "all", "kron", debias="auto")
+    with pytest.raises(ValueError, match="Expected `checkpoint` with debias in"):
         la.fit(cases.MLP.data(5), n_data=9, checkpoint=tmp_path / "b")
+    more = {"debias": "crossfit", "sampling": "curvature"}
+    la = Laplace(cases.MLP.model(), "classification", "all", "kron", **more)
+    with pytest.raises(ValueError, match="Expected a DataLoader over a map-style dataset"):
+        la.fit([cases.MLP.data(5)], n_data=9, checkpoint=tmp_path / "b")
 
 
 def test_nothing_is_written_before_its_time(interrupted, tmp_path):
