@@ -333,7 +333,7 @@ class LayerJacobians:
                     sides = [maths.input_side(a, w) for w in block.inverses(input_first=True)]
                     results.append(maths.contract([g], partial(iter, sides), mode))
                 return results
-            if one and mode == "variance" and R < 3 * C and pairs_pay(G, bases[0], len(first.delta)):
+            if one and mode == "variance" and R < 3 * C and pairs_pay(G, bases[0], first.delta):
                 ws = [partial(block.inverses, input_first=True) for block in blocks]
                 return [pair_moments(inputs, G, *Q, w) for Q, w in zip(bases, ws, strict=True)]
             inverses = [lambda rows, b=block: b.inverses(rows=rows) for block in blocks]

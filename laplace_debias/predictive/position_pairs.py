@@ -31,20 +31,20 @@ _ENTRY = 10
 _ROWS = 256  # rows of a product that are worth reading w for
 
 
-def pairs_pay(G: Tensor, bases: tuple[Tensor, Tensor], k: int) -> bool:
+def pairs_pay(G: Tensor, bases: tuple[Tensor, Tensor], delta: Tensor) -> bool:
     """Whether pairs of positions cost less than Jacobians, for one group.
 
     Args:
         G: Output gradients ``[n, C, d_out, R]``.
         bases: Eigenvectors ``(Q_B [d_out, r], Q_A [d_in, r])``; only their shapes count.
-        k: Number of prior precisions.
+        delta: The k prior precisions.
 
     Example:
         >>> bases = torch.empty(512, 512), torch.empty(4608, 4608)
-        >>> [pairs_pay(torch.empty(1, 20, 512, R), bases, 1) for R in (4, 256)]
+        >>> [pairs_pay(torch.empty(1, 20, 512, R), bases, torch.ones(1)) for R in (4, 256)]
         [True, False]
     """
-    _, C, d_out, R = G.shape
+    (_, C, d_out, R), k = G.shape, len(delta)
     (_, r_out), (d_in, r_in) = bases[0].shape, bases[1].shape
     pairs = R * (R + 1) // 2
     rotations = R * d_in * min(d_in, 2 * r_in) + C * R * d_out * min(d_out, 2 * r_out)
