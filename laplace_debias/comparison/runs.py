@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from laplace_debias.data.processes import together, total
 from laplace_debias.data.reading import read
 from laplace_debias.data.targets import IGNORED
+from laplace_debias.evaluation.gaussian_streams import RegressionMetrics
 from laplace_debias.evaluation.metrics import entropy_auroc, entropy_fpr95
 from laplace_debias.evaluation.predictors import model_predictor
-from laplace_debias.evaluation.streams import CalibrationMetrics, RegressionMetrics
+from laplace_debias.evaluation.streams import CalibrationMetrics
 from laplace_debias.evaluation.table import metric_table
 from laplace_debias.network.loss import Likelihood, likelihood_name
 from laplace_debias.network.preserve import evaluation_mode

@@ -13,12 +13,14 @@ Draws come in four independent groups. The three ways to split them into halves 
 posteriors against three others: half their difference varies as the error of the whole does
 (variance), but for what drawing without replacement saves. The mean of the halves differs from
 the whole by three times the whole's bias, if the correction for the inverse leaves what falls as
-:math:`1 / n^2` (bias). Three splits know a variance badly, so that errors are drawn from Student's
-t with three degrees of freedom.
+:math:`1 / n^2` (bias). Three splits know a standard deviation badly, and too small on average: by
+:math:`c_4 = \sqrt{2/3}\, \Gamma(2) / \Gamma(3/2)` of three degrees of freedom. The estimate divides
+by it, its own standard error is that of Student's t with three degrees of freedom.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +35,9 @@ from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import check_outputs
 
 __all__ = ["estimated_distance", "input_noise", "log_deviations", "probe_gradients"]
+
+N_FREE = 3
+"""Degrees of freedom of the variance that three splits of four groups show."""
 
 
 def probe_gradients(
@@ -140,8 +145,12 @@ def input_noise(
 def estimated_distance(errors: Tensor, bias: Tensor, n_draws: int = 4096) -> tuple[float, float]:
     r"""Mean and standard deviation of the distance, given what halves say of error and bias.
 
-    The distance is :math:`\mathrm{mean}_p |\sum_s z_s e_{sp} + b_p|` over random z, whose common
-    scale is that of Student's t with three degrees of freedom.
+    The distance is :math:`\mathrm{mean}_p |\sum_s z_s e_{sp} + b_p|` over random z. At a probe
+    whose error has the standard deviation :math:`\sigma`, :math:`\hat\sigma^2 = \sum_s e_s^2` is
+    :math:`\sigma^2 \chi^2_3 / 3`, so that :math:`\mathrm{E}\, \hat\sigma = c_4 \sigma`. The mean
+    is over normal z, divided by :math:`c_4`: without a bias its expectation is that of the true
+    distance. The standard deviation is over z with the common scale of Student's t with three
+    degrees of freedom, which knows how badly :math:`\hat\sigma` is known.
 
     Args:
         errors: Independent parts of the error at n probes, of one standard deviation each,
@@ -157,10 +166,11 @@ def estimated_distance(errors: Tensor, bias: Tensor, n_draws: int = 4096) -> tup
         >>> round(mean, 6), round(deviation, 6)
         (0.1, 0.0)
     """
-    k = len(errors)
-    generator = torch.Generator().manual_seed(0)
-    z = torch.randn(n_draws, k, generator=generator, dtype=torch.float64)
-    chi = torch.randn(n_draws, 3, generator=generator, dtype=torch.float64).square().mean(1)
-    z = z / chi.sqrt()[:, None]
-    distances = (z @ errors.double().cpu() + bias.double().cpu()).abs().mean(1)
-    return float(distances.mean()), float(distances.std())
+    generator, e, b = torch.Generator().manual_seed(0), errors.double().cpu(), bias.double().cpu()
+    z = torch.randn(n_draws, len(e), generator=generator, dtype=torch.float64)
+    chi = torch.randn(n_draws, N_FREE, generator=generator, dtype=torch.float64)
+    c4 = (2 / N_FREE) ** 0.5 * math.gamma((N_FREE + 1) / 2) / math.gamma(N_FREE / 2)
+    noise, scale = z @ e, chi.square().mean(1).sqrt()
+    mean = (noise / c4 + b).abs().mean()
+    deviation = (noise / scale[:, None] + b).abs().mean(1).std()
+    return float(mean), float(deviation)

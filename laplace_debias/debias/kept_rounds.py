@@ -15,7 +15,6 @@ from laplace_debias.data.inputs import Batch, Inputs
 from laplace_debias.debias.checkpoint import Checkpoint
 from laplace_debias.debias.drawn_rows import DrawnRows
 from laplace_debias.debias.leverages import BlockGrams
-from laplace_debias.debias.rounds import Rounds
 
 __all__ = ["KeptRounds"]
 
@@ -28,7 +27,8 @@ class KeptRounds:
     """Keeps rounds in a checkpoint, and sets them as an earlier call has left them.
 
     Args:
-        rounds: Rounds that have not begun; their pool was made after :meth:`Checkpoint.begin`.
+        rounds: :class:`laplace_debias.debias.rounds.Rounds` that have not begun;
+            their pool was made after :meth:`Checkpoint.begin`.
         checkpoint: The file.
 
     Attributes:
@@ -39,7 +39,7 @@ class KeptRounds:
         ValueError: If the data are not those of the earlier call.
     """
 
-    def __init__(self, rounds: Rounds, checkpoint: Checkpoint) -> None:
+    def __init__(self, rounds: Any, checkpoint: Checkpoint) -> None:
         self.rounds, self.checkpoint = rounds, checkpoint
         self.own: dict[str, Any] = {}
         self.began = time.perf_counter()

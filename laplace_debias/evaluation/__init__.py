@@ -3,6 +3,7 @@
 from laplace_debias.evaluation.calibration import AdaptiveECE, ClasswiseECE
 from laplace_debias.evaluation.distance import far_inputs, posterior_distance
 from laplace_debias.evaluation.evaluate import EvaluationError, evaluate
+from laplace_debias.evaluation.gaussian_streams import RegressionMetrics
 from laplace_debias.evaluation.grid_search import gridsearch_prior_precision
 from laplace_debias.evaluation.metrics import ECE, NLL, Accuracy, Brier, MeanEntropy
 from laplace_debias.evaluation.predictors import run_sweep
@@ -15,7 +16,7 @@ from laplace_debias.evaluation.reports import (
     ReliabilityBins,
 )
 from laplace_debias.evaluation.selective import AURC, RiskCoverage, risk_coverage
-from laplace_debias.evaluation.streams import CalibrationMetrics, RegressionMetrics
+from laplace_debias.evaluation.streams import CalibrationMetrics
 from laplace_debias.evaluation.sweep import sweep_prior_precision
 from laplace_debias.evaluation.sweep_result import SweepResult
 from laplace_debias.evaluation.table import fresh_metrics, metric_table

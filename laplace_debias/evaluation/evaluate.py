@@ -18,6 +18,7 @@ from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.processes import processes, together
 from laplace_debias.data.reading import read
 from laplace_debias.data.targets import IGNORED
+from laplace_debias.evaluation.gaussian_streams import RegressionMetrics
 from laplace_debias.evaluation.predictors import (
     for_metrics,
     ignore_index_of,
@@ -25,7 +26,7 @@ from laplace_debias.evaluation.predictors import (
     model_predictor,
 )
 from laplace_debias.evaluation.reports import CalibrationReport
-from laplace_debias.evaluation.streams import CalibrationMetrics, RegressionMetrics
+from laplace_debias.evaluation.streams import CalibrationMetrics
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.upstream import device_of, noise_of

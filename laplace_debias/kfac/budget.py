@@ -17,7 +17,7 @@ import torch
 
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take
 from laplace_debias.kfac.counts import FitCost
-from laplace_debias.kfac.engine import Engine
+from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.network.live_bytes import LiveBytes
 from laplace_debias.network.ownership import OwnedParameter
 
@@ -49,6 +49,7 @@ def within_budget(
             factors.
 
     Example:
+        >>> from laplace_debias.kfac.engine import Engine
         >>> engine = Engine(torch.nn.Linear(3, 2), "classification")
         >>> within_budget(engine, 1e6, "x", print, checks=False)(torch.ones(8, 3))
         >>> engine.chunk
@@ -56,7 +57,7 @@ def within_budget(
     """
     if budget is None:
         return check if checks else None
-    if not isinstance(engine, Engine):
+    if not isinstance(engine, EngineInterface):
         raise ValueError(
             "Expected the backend HookGGN or HookEF with a `memory_budget`, got one of "
             "laplace-torch's, which passes a mini-batch at once. Remedy: leave `backend` out."
@@ -66,7 +67,7 @@ def within_budget(
             f"Expected `memory_budget` as a positive number of bytes, got {budget!r}. Remedy: e.g. "
             "4 * 2**30."
         )
-    own: Engine = engine
+    own: EngineInterface = engine
 
     def plan(X: Inputs) -> None:
         own.key, own.chunk = key, data_at_once(own, X, int(budget), key)
@@ -93,7 +94,7 @@ def factor_bytes(owned: Sequence[OwnedParameter]) -> dict[str, int]:
     return {p.name: sum(d**2 for d in p.sides) * _itemsize(p) for p in owned}
 
 
-def data_at_once(engine: Engine, X: Inputs, budget: int, key: Keys = "input_ids") -> int:
+def data_at_once(engine: EngineInterface, X: Inputs, budget: int, key: Keys = "input_ids") -> int:
     """Number of data that one pass may take, so that a fit stays within a budget.
 
     Args:
@@ -109,6 +110,7 @@ def data_at_once(engine: Engine, X: Inputs, budget: int, key: Keys = "input_ids"
         ValueError: If the factors alone are more, or the pass of one datum with them.
 
     Example:
+        >>> from laplace_debias.kfac.engine import Engine
         >>> engine = Engine(torch.nn.Linear(3, 2), "classification")
         >>> data_at_once(engine, torch.ones(8, 3), 10**6)
         8
@@ -143,7 +145,7 @@ def data_at_once(engine: Engine, X: Inputs, budget: int, key: Keys = "input_ids"
     return int(min(n, 1 + free // each))
 
 
-def _peak(engine: Engine, X: Inputs) -> int:
+def _peak(engine: EngineInterface, X: Inputs) -> int:
     """Bytes that a pass takes, by an engine whose counts nobody reads."""
     trial = copy(engine)
     trial.cost, trial.first_output, trial.reached = FitCost(), None, set(engine.names)

@@ -21,7 +21,12 @@ from laplace_debias.data.inputs import Inputs, Keys, take, widen
 from laplace_debias.network.calling import call_model, pick_tensor
 from laplace_debias.network.preserve import devices_of, evaluation_mode, preserved
 from laplace_debias.network.recorder import Recorder, check_outputs
-from laplace_debias.network.upstream import feature_extractor, last_layer_name, last_layer_of
+from laplace_debias.network.upstream import (
+    feature_extractor,
+    forget_last_layer_name,
+    last_layer_name,
+    last_layer_of,
+)
 
 __all__ = [
     "LastLayerNetwork",
@@ -128,7 +133,7 @@ class LastLayerNetwork(FeatureExtractor):
     def forget_last_layer(self) -> None:
         """Become a network whose last layer is not known yet."""
         self.last_layer = None
-        del self._last_layer_name
+        forget_last_layer_name(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Outputs of the network, which takes its arguments as if there were no extractor."""

@@ -1,15 +1,15 @@
 """laplace-torch's objects as this library reads them: every private name of theirs, once.
 
 A new release of laplace-torch that renames something is this file's work alone. What is read stands
-in functions; what laplace-torch *calls* by private names stands in :class:`PrivateProtocol`, which
-hands it to public methods.
+in functions; what laplace-torch *calls* by private names is handed to public methods by
+:func:`answering`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from laplace.baselaplace import BaseLaplace, KronLaplace
@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from laplace_debias.data.inputs import Keys
 
 __all__ = [
-    "PrivateProtocol",
+    "answering",
     "backend_of",
     "decomposed",
     "device_of",
     "dtype_of",
     "feature_extractor",
+    "forget_last_layer_name",
     "hessian_factor",
     "is_last_layer",
     "kron_of",
@@ -81,6 +82,21 @@ def last_layer_name(model: nn.Module) -> str | None:
         True
     """
     return getattr(model, "_last_layer_name", None)
+
+
+def forget_last_layer_name(model: FeatureExtractor) -> None:
+    """Make a feature extractor one whose last layer has no name yet.
+
+    Args:
+        model: One that knows its last layer.
+
+    Example:
+        >>> extractor = FeatureExtractor(nn.Sequential(nn.Linear(2, 1)), last_layer_name="0")
+        >>> forget_last_layer_name(extractor)
+        >>> last_layer_name(extractor) is None
+        True
+    """
+    del model._last_layer_name
 
 
 def feature_extractor(model: nn.Module) -> FeatureExtractor:
@@ -225,63 +241,53 @@ def row_keys(la: BaseLaplace) -> Keys:
     return la.dict_key_x if keys is None else (*keys, la.dict_key_y)
 
 
-class PrivateProtocol:
-    """What laplace-torch calls by private names, as public methods that a subclass gives.
+_Class = TypeVar("_Class", bound=type)
 
-    It comes before laplace-torch's class in the bases. Nothing is computed here.
+
+def answering(cls: _Class) -> _Class:
+    """Let laplace-torch's calls by private names reach the public methods of a class.
+
+    Args:
+        cls: A class that comes before laplace-torch's in the bases, with ``check_fitted``,
+            ``output_moments``, ``network_samples`` and ``network_predictions``.
+
+    Returns:
+        The same class.
+
+    Example:
+        >>> @answering
+        ... class Posterior:
+        ...     def output_moments(self, X, joint, diagonal_output):
+        ...         return X, joint
+        >>> Posterior()._glm_predictive_distribution("X", joint=True)
+        ('X', True)
     """
 
-    H: Any
+    def check(la: Any) -> None:
+        la.check_fitted()
 
-    def check_fitted(self) -> None:
-        """Raise unless there is a posterior."""
-        raise NotImplementedError
-
-    def output_moments(
-        self, X: Any, joint: bool = False, diagonal_output: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Means and (co)variances of the linearised network's outputs."""
-        raise NotImplementedError
-
-    def network_samples(
-        self,
-        X: Any,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        """Outputs of sampled networks, ``[S, n, C]``."""
-        raise NotImplementedError
-
-    def network_predictions(
-        self,
-        X: Any,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        """The same through the inverse link."""
-        raise NotImplementedError
-
-    def _check_H_init(self) -> None:
-        self.check_fitted()
-
-    def _init_H(self) -> None:
+    def init(la: Any) -> None:
         # nothing is accumulated in place, so nothing has to be allocated; before `fit`
         # laplace-torch takes an undecomposed `Kron` to mean "prior only"
-        self.H = Kron([])
+        la.H = Kron([])
 
-    def _glm_predictive_distribution(
-        self, X: Any, joint: bool = False, diagonal_output: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        return self.output_moments(X, joint, diagonal_output)
+    def moments(la: Any, X: Any, joint: bool = False, diagonal_output: bool = False) -> Any:
+        return la.output_moments(X, joint, diagonal_output)
 
-    def _nn_functional_samples(
-        self, X: Any, n_samples: int = 100, generator: Any = None, **model_kwargs: Any
-    ) -> Tensor:
-        return self.network_samples(X, n_samples, generator, **model_kwargs)
+    def samples(la: Any, X: Any, n_samples: int = 100, generator: Any = None, **kwargs: Any) -> Any:
+        return la.network_samples(X, n_samples, generator, **kwargs)
 
-    def _nn_predictive_samples(
-        self, X: Any, n_samples: int = 100, generator: Any = None, **model_kwargs: Any
-    ) -> Tensor:
-        return self.network_predictions(X, n_samples, generator, **model_kwargs)
+    def predictions(
+        la: Any, X: Any, n_samples: int = 100, generator: Any = None, **kwargs: Any
+    ) -> Any:
+        return la.network_predictions(X, n_samples, generator, **kwargs)
+
+    for name, method in {
+        "_check_H_init": check,
+        "_init_H": init,
+        "_glm_predictive_distribution": moments,
+        "_nn_functional_samples": samples,
+        "_nn_predictive_samples": predictions,
+    }.items():
+        setattr(cls, name, method)
+    return cls

@@ -7,8 +7,8 @@ laplace-torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,13 +18,13 @@ from laplace.baselaplace import KronLaplace
 from laplace.curvature import CurvatureInterface
 from laplace.lllaplace import LLLaplace
 from laplace.utils import Kron
-from laplace.utils.enums import Likelihood, TuningMethod
+from laplace.utils.enums import TuningMethod
 from torch import Tensor, nn
 
-from laplace_debias.data.inputs import Inputs, on_device
+from laplace_debias.data.inputs import Inputs
 from laplace_debias.data.processes import processes
 from laplace_debias.data.reading import read
-from laplace_debias.data.roles import TrainingData, training_size
+from laplace_debias.data.roles import training_size
 from laplace_debias.data.targets import IGNORED
 from laplace_debias.debias.auto import fit_auto
 from laplace_debias.debias.bias import CurvatureBias, curvature_bias
@@ -45,27 +45,21 @@ from laplace_debias.evaluation.grid_search import Loss, gridsearch_prior_precisi
 from laplace_debias.evaluation.tuning import check_logit_temperature, tune
 from laplace_debias.evaluation.tuning_result import TuningResult
 from laplace_debias.kfac.backend import HookEF, HookGGN, HookInterface, choose_backend
-from laplace_debias.kfac.budget import within_budget
 from laplace_debias.kfac.counts import FitCost, FitReport, report_of
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.few_rows import KFACApprox
-from laplace_debias.kfac.interface import FactorEngine
 from laplace_debias.kfac.thin import bases_of
-from laplace_debias.kfac.upstream import BackendEngine, supported_types
-from laplace_debias.network.calling import OutputPicker, as_outputs
-from laplace_debias.network.features import computing_model, detached_features, first_output
+from laplace_debias.kfac.upstream import supported_types
+from laplace_debias.network.calling import OutputPicker
+from laplace_debias.network.features import first_output
 from laplace_debias.network.freezing import check_supported, unwrapped
-from laplace_debias.network.last_layer import verify_last_layer
 from laplace_debias.network.layers import SUPPORTED_TYPES
 from laplace_debias.network.loss import likelihood_name
-from laplace_debias.network.objective import Objective, objective_of
-from laplace_debias.network.ownership import transposed_parameters
-from laplace_debias.network.preserve import evaluation_mode
-from laplace_debias.network.remembered import forget
+from laplace_debias.network.objective import objective_of
 from laplace_debias.network.runnable import check_no_autocast, check_runnable
 from laplace_debias.network.selection import Parameters, select_parameters, selected
 from laplace_debias.network.upstream import (
-    PrivateProtocol,
+    answering,
     backend_of,
     device_of,
     dtype_of,
@@ -73,32 +67,30 @@ from laplace_debias.network.upstream import (
     is_last_layer,
     kron_of,
     last_layer_of,
-    posterior_params,
     row_keys,
     unchecked_prior,
 )
 from laplace_debias.network.vectors import Fisher, Sampler
-from laplace_debias.network.verify import verify_layers
+from laplace_debias.posterior.fitting import check_fit, engine_of, posterior_of, training_data
 from laplace_debias.posterior.options import (
-    check_backend,
     check_objective,
-    check_parameters,
     check_prior_precision,
     check_scales,
-    chosen_fisher,
+    chosen_curvature,
     noise_ratios,
     warn_of_damping,
+)
+from laplace_debias.posterior.predictions import (
+    inverse_link,
+    kept_predictor,
+    log_probabilities,
+    predictive,
+    sampled_outputs,
 )
 from laplace_debias.posterior.resuming import check_resumable, fit_checkpoint
 from laplace_debias.posterior.several import agreed_seed, check_same_model, cost_of_all
 from laplace_debias.posterior.state import load_state, save_state
-from laplace_debias.predictive.links import (
-    check_n_samples,
-    mean_label_log_probabilities,
-    mean_log_probabilities,
-)
-from laplace_debias.predictive.network_samples import network_samples
-from laplace_debias.predictive.predictions import DEFAULT_MEMORY_BUDGET, Prediction, glm_predictions
+from laplace_debias.predictive.predictions import DEFAULT_MEMORY_BUDGET
 from laplace_debias.predictive.predictor import StructuredPredictor
 
 __all__ = ["DebiasedPosterior"]
@@ -112,7 +104,8 @@ else:
     _Base = object
 
 
-class DebiasedPosterior(PrivateProtocol, _Base):
+@answering
+class DebiasedPosterior(_Base):
     """What both debiased classes share; comes before laplace-torch's class in the bases.
 
     Attributes:
@@ -148,6 +141,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             all tensors with as many rows.
     """
 
+    H: Any
     debias: str
     options: AutoOptions | CrossfitOptions | None = None
     fit_cost: FitCost | None = None
@@ -193,27 +187,13 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         self.objective = objective_of(kind, class_weights, label_smoothing, ratios, ignore_index)
         check_objective(self.objective, self.debias)
         foreign = None if issubclass(backend or HookGGN, HookInterface) else backend
-        if foreign is not None:
-            check_backend(
-                foreign.__name__,
-                debias=self.debias,
-                draws=self.options is not None,
-                labels=kind == "bernoulli",
-                plain=self.objective == Objective(),
-            )
-        warn_of_damping(kwargs.get("damping"), stacklevel=3)
         # laplace-torch writes into this dictionary
         kwargs["backend_kwargs"] = dict(kwargs.get("backend_kwargs") or {})
-        self.fisher = chosen_fisher(
-            fisher,
-            "empirical" if issubclass(backend or HookGGN, HookEF) else "exact",
-            debias=self.debias,
-            kfac_approx=kfac_approx,
-            sampler=sampler,
-            backend_kwargs=kwargs["backend_kwargs"],
-            foreign=None if foreign is None else foreign.__name__,
-        )
-        self._exact_up_to = MOST_EXACT_OUTPUTS if fisher is None else math.inf
+        default: Fisher = "empirical" if issubclass(backend or HookGGN, HookEF) else "exact"
+        name = None if foreign is None else foreign.__name__
+        self.fisher = chosen_curvature(self, kind, fisher, default, kwargs["backend_kwargs"], name)
+        warn_of_damping(kwargs.get("damping"), stacklevel=3)
+        self.exact_up_to = MOST_EXACT_OUTPUTS if fisher is None else math.inf
         # convolutions in the features are no concern of a last layer's factors
         all_layers = not issubclass(type(self), LLLaplace)
         types = SUPPORTED_TYPES
@@ -227,8 +207,9 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             )
         kwargs["backend"] = backend or HookGGN
         check_runnable(model)
-        self._chosen = None if parameters is None else select_parameters(model, parameters)
-        with nullcontext() if self._chosen is None else selected(model, self._chosen):
+        chosen = None if parameters is None else select_parameters(model, parameters)
+        self.selected_parameters = chosen
+        with nullcontext() if chosen is None else selected(model, chosen):
             if all_layers:
                 check_supported(model, types)
             # laplace-torch knows no Bernoulli likelihood; nothing of its own depends on the links
@@ -291,16 +272,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         Raises:
             ValueError: If the loaders, targets or inputs do not fit; see the messages.
         """
-        if curvature_loader is not None and self.debias != TWO_BATCH:
-            raise ValueError(
-                f"Expected no `curvature_loader` with debias={self.debias!r}, which takes all data "
-                "from `train_loader`; got one. Remedy: use debias=True."
-            )
-        if not override and self.options is not None:
-            raise ValueError(
-                f"Expected `override=True` with debias={self.debias!r}, whose draws are gone after "
-                "a fit; got False. Remedy: fit on all data at once, or use debias=True."
-            )
+        draws = self.options is not None
+        check_fit(self.debias, curvature_loader=curvature_loader, override=override, draws=draws)
         check_no_autocast(device_of(self))
         if checkpoint is not None:
             check_resumable(self.debias, override=override)
@@ -310,21 +283,9 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         if several:
             check_same_model(self.model)
         past, kept = None if override else self._fitted, None
-        with torch.inference_mode(False), self._engine() as (engine, cast, check):
-            checks = check if self.verify else None
-            if memory_budget is not None:
-                checks = within_budget(engine, memory_budget, row_keys(self), check, self.verify)
-            data = TrainingData(
-                train_loader,
-                curvature_loader,
-                N,
-                device_of(self),
-                row_keys(self),
-                self.dict_key_y,
-                cast,
-                checks,
-                self.dict_key_w,
-            )
+        with torch.inference_mode(False), engine_of(self, ours=self._ours()) as computing:
+            loaders, engine = (train_loader, curvature_loader), computing[0]
+            data = training_data(self, computing, loaders, N, memory_budget)
             if several and isinstance(engine, Engine):
                 engine.draw_seed = agreed_seed(self.generator)
             if checkpoint is not None:
@@ -349,62 +310,14 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         if kept is not None:
             kept.finish()
 
+    def _ours(self) -> bool:
+        """Whether this package's own engine makes the factors."""
+        return issubclass(backend_of(self)[0], HookInterface)
+
     def _ridges(self, n_blocks: int) -> Tensor:
         """Prior precision over the Hessian factor, per block."""
         prior = torch.as_tensor(self.prior_precision).detach().double().reshape(-1)
         return (prior / hessian_factor(self).detach().double()).expand(n_blocks)
-
-    @contextmanager
-    def _engine(
-        self,
-    ) -> Iterator[tuple[FactorEngine, Callable[[Any], Any], Callable[[Inputs], None]]]:
-        """Our engine or one of laplace-torch's backends, what casts and what checks its inputs."""
-        backend, backend_kwargs, kron_kwargs = backend_of(self)
-        keys = {"dict_key_x": self.dict_key_x, "dict_key_y": self.dict_key_y}
-        backend_kwargs = keys | backend_kwargs
-        last = is_last_layer(self)
-        with computing_model(self.model, last) as (model, cast):
-            if self._chosen is not None:
-                for name, p in model.named_parameters():
-                    p.requires_grad_(name in self._chosen)  # put back with all else
-            engine: FactorEngine
-            if not issubclass(backend, HookInterface):
-                engine = BackendEngine(
-                    backend,
-                    model,
-                    likelihood_name(self.likelihood),
-                    last_layer=last,
-                    backend_kwargs=backend_kwargs,
-                    kron_kwargs=kron_kwargs,
-                )
-            else:
-                root = last_layer_of(model).requires_grad_(True) if last else model
-                engine = Engine(
-                    root,
-                    likelihood_name(self.likelihood),
-                    self.fisher,
-                    self.kfac_approx,
-                    self.sampler,
-                    self.generator,
-                    embed=partial(detached_features, model) if last else None,
-                    objective=self.objective,
-                    exact_up_to=self._exact_up_to,
-                )
-            check_parameters(engine.names, self.parameter_names)
-            yield engine, cast, partial(self._verify, engine, model)
-
-    def _verify(self, engine: FactorEngine, model: nn.Module, X: Inputs) -> None:
-        """Check the model that an engine computes with, on a few data."""
-        keys = (row_keys(self), self.dict_key_y)
-        with engine.cost.stage("verification"):
-            forget(model)
-            if is_last_layer(self):
-                verify_last_layer(model, X, *keys)
-            else:
-                reached = verify_layers(model, X, *keys, inside=isinstance(engine, Engine))
-            if isinstance(engine, Engine):
-                engine.reached |= set() if is_last_layer(self) else reached
-                engine.first_output = first_output(model, X, keys[0])
 
     @property
     def observation_noise(self) -> Tensor:
@@ -440,23 +353,10 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         Raises:
             ValueError: If its eigenvalues do not fit into the model's dtype.
         """
-        dtype = dtype_of(self)
-        transposed = transposed_parameters(self.model, posterior_params(self))
-        H = fitted.decomposed(dtype, self.damping, transposed)
-        for name, block in zip(self.parameter_names, H.eigenvalues, strict=True):
-            if not all(torch.isfinite(values).all() for values in block):
-                raise ValueError(
-                    f"Expected the curvature of '{name}' to fit into {dtype}, got eigenvalues "
-                    "beyond its range. Remedy: use bfloat16 or float32 for the model."
-                )
-        mean = torch.cat([p.reshape(-1) for p in posterior_params(self)])
-        self._fitted, self.H = fitted, H
-        self.mean = mean if self.enable_backprop else mean.detach()
-        self.loss, self.n_data, self.n_outputs = (
-            fitted.loss.to(dtype),
-            fitted.n_data,
-            fitted.n_outputs,
-        )
+        H, mean = posterior_of(self, fitted)
+        self._fitted, self.H, self.mean = fitted, H, mean
+        self.loss, self.n_data = fitted.loss.to(dtype_of(self)), fitted.n_data
+        self.n_outputs = fitted.n_outputs
         setattr(self.model, "output_size", fitted.n_outputs)  # noqa: B010  laplace-torch reads it
 
     def curvature_bias(self, fraction: float = 0.1) -> CurvatureBias:
@@ -501,7 +401,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 fewer than two data.
         """
         loader = self._prepare(train_loader, True)
-        with torch.inference_mode(False), self._engine() as (engine, cast, _):
+        with torch.inference_mode(False), engine_of(self, ours=self._ours()) as (engine, cast, _):
             if not isinstance(engine, Engine):
                 raise ValueError(
                     "Expected the backend HookGGN or HookEF, which count the rows behind their "
@@ -539,20 +439,12 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         It is made anew when the fit, the prior precision, the noise, the temperature, or the
         parameters (which, where, of which type) have changed; their values are the model's own.
         """
-        params = posterior_params(self)
-        scales = [self.prior_precision, torch.as_tensor(self.sigma_noise)]
-        key = (
-            [self.H, *scales, *params],
-            [_version(t) for t in scales],
-            [(p.device, p.dtype, p.shape) for p in params],
-            (float(self.temperature), self.memory_budget, self.enable_backprop),
-            (self.verify, self.data_keys),
-        )
+        make = partial(StructuredPredictor, self, memory_budget=self.memory_budget)
         kept = self._kept  # one read: another thread may swap it
-        if kept is not None and _same(kept[0], key):
-            return kept[1]
-        predictor = StructuredPredictor(self, memory_budget=self.memory_budget)
-        self._kept = (key, predictor)
+        found = kept_predictor(self, kept, make)
+        if found is not kept:
+            self._kept = found
+        predictor: StructuredPredictor = found[1]
         return predictor
 
     def __getstate__(self) -> dict[str, Any]:
@@ -596,26 +488,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         """
         self.check_fitted()
         options = (n_samples, diagonal_output, generator)
-        if not self._predicts_values(fitting):
-            log_p = self.log_probabilities(x, pred_type, link_approx, *options, **model_kwargs)
-            return (log_p[..., 1] if self._predicts_labels() else log_p).exp()
-        pred_type, link_approx = self._checked_options(pred_type, link_approx, generator)
-        if pred_type == "nn":
-            samples = self.network_samples(x, n_samples, generator, **model_kwargs)
-            return samples.mean(0), samples.var(0)
-        if joint:
-            return self.output_moments(x, joint=True)
-        mean, variance = self._glm_prediction(x, link_approx, *options, values=True)
-        return mean, variance
-
-    def _predicts_labels(self) -> bool:
-        """Whether every output is a yes-or-no label of its own."""
-        return likelihood_name(self.likelihood) == "bernoulli"
-
-    def _predicts_values(self, fitting: bool = False) -> bool:
-        """Whether outputs are the predictions: for a regression, and for rewards."""
-        rewards = self.likelihood == Likelihood.REWARD_MODELING and not fitting
-        return rewards or likelihood_name(self.likelihood) == "regression"
+        more = {"joint": joint, "fitting": fitting, **model_kwargs}
+        return predictive(self, x, pred_type, link_approx, options, **more)
 
     def log_probabilities(
         self,
@@ -650,73 +524,8 @@ class DebiasedPosterior(PrivateProtocol, _Base):
             ValueError: For a regression, unknown arguments, or a generator on another device.
         """
         self.check_fitted()
-        if likelihood_name(self.likelihood) == "regression":
-            raise ValueError(
-                "Expected a classification, got a regression, which has no classes. Remedy: "
-                "`la(x)` returns its mean and covariance."
-            )
-        pred_type, link_approx = self._checked_options(pred_type, link_approx, generator)
-        if pred_type == "nn":
-            samples = self.network_samples(x, n_samples, generator, **model_kwargs)
-            mean = (
-                mean_label_log_probabilities if self._predicts_labels() else mean_log_probabilities
-            )
-            log_p = mean(samples / self.logit_temperature)
-        else:
-            options = (n_samples, diagonal_output, generator)
-            log_p = self._glm_prediction(x, link_approx, *options, values=False)[0]
-        return log_p if self._predicts_labels() else as_outputs(log_p)
-
-    def _checked_options(
-        self, pred_type: str, link_approx: str, generator: torch.Generator | None
-    ) -> tuple[str, str]:
-        """Names of the kind of prediction and the link; an error if they do not fit."""
-        pred_type, link_approx = (
-            str(getattr(pred_type, "value", pred_type)),
-            str(getattr(link_approx, "value", link_approx)),
-        )
-        if pred_type not in ("glm", "nn"):
-            raise ValueError(
-                f"Expected pred_type 'glm' or 'nn', got {pred_type!r}. Remedy: pass one of them."
-            )
-        if pred_type == "nn" and link_approx != "mc":
-            raise ValueError(
-                f"Expected link_approx='mc' with pred_type='nn', got {link_approx!r}. Remedy: "
-                "sampled networks know no other link."
-            )
-        if generator is not None and (
-            not isinstance(generator, torch.Generator) or generator.device != device_of(self)
-        ):
-            raise ValueError(
-                f"Expected a torch.Generator on {device_of(self)}, got {generator!r}. Remedy: "
-                "`torch.Generator(device)`."
-            )
-        return pred_type, link_approx
-
-    def _glm_prediction(
-        self,
-        x: Inputs,
-        link_approx: str,
-        n_samples: int,
-        diagonal_output: bool,
-        generator: torch.Generator | None,
-        *,
-        values: bool,
-    ) -> Prediction:
-        """``(log-probabilities,)``, or means and (co)variances, of the linearised network."""
-        (prediction,) = glm_predictions(
-            self.predictor(),
-            x,
-            regression=values,
-            link_approx=link_approx,
-            n_samples=n_samples,
-            method=self.predictive_method,
-            generator=generator,
-            diagonal_output=diagonal_output,
-            labels=self._predicts_labels() and not values,
-            logit_temperature=self.logit_temperature,
-        )
-        return prediction
+        options = (n_samples, diagonal_output, generator)
+        return log_probabilities(self, x, pred_type, link_approx, options, **model_kwargs)
 
     def output_moments(
         self, X: Inputs, joint: bool = False, diagonal_output: bool = False
@@ -758,7 +567,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
 
     def predictive_samples(self, *args: Any, **kwargs: Any) -> Tensor:
         """Samples of the predictive, ``[S, n, C]``; see laplace-torch."""
-        return self._inverse_link(self.functional_samples(*args, **kwargs))
+        return inverse_link(self, self.functional_samples(*args, **kwargs))
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Weight samples ``[S, P]`` from the posterior; see laplace-torch."""
@@ -783,14 +592,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
         Returns:
             Outputs ``[S, n, C]``; the model is never written to.
         """
-        check_n_samples(n_samples)
-        X = on_device(X, device_of(self))
-        samples = self.sample(n_samples, generator)
-        with evaluation_mode(self.model):
-            outputs = torch.stack(
-                list(network_samples(self.model, self.parameter_names, samples, X, **model_kwargs))
-            )
-        return outputs if self.enable_backprop else outputs.detach()
+        return sampled_outputs(self, X, n_samples, generator, **model_kwargs)
 
     def network_predictions(
         self,
@@ -801,13 +603,7 @@ class DebiasedPosterior(PrivateProtocol, _Base):
     ) -> Tensor:
         """The same as class probabilities, or for regression as they are."""
         fs = self.network_samples(X, n_samples, generator, **model_kwargs)
-        return self._inverse_link(fs)
-
-    def _inverse_link(self, fs: Tensor) -> Tensor:
-        """Probabilities of sampled outputs, or the outputs themselves."""
-        if self._predicts_labels():
-            return torch.sigmoid(fs / self.logit_temperature)
-        return fs if self._predicts_values() else self.probabilities(fs)
+        return inverse_link(self, fs)
 
     def optimize_prior_precision(
         self,
@@ -982,18 +778,3 @@ class DebiasedPosterior(PrivateProtocol, _Base):
                 "call `la.fit(train_loader)` or `la.load_state_dict(...)` first."
             )
         return self._fitted
-
-
-def _version(t: Tensor) -> Any:
-    """What changes with a tensor's values; one of inference mode does not count its changes."""
-    return t.tolist() if t.is_inference() else t._version
-
-
-def _same(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
-    """Whether two keys of a kept predictor agree; tensors and posteriors by identity."""
-    objects, others = one[0], two[0]
-    return (
-        len(objects) == len(others)
-        and all(a is b for a, b in zip(objects, others, strict=True))
-        and one[1:] == two[1:]
-    )

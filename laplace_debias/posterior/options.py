@@ -18,6 +18,7 @@ __all__ = [
     "check_backend",
     "check_objective",
     "check_scales",
+    "chosen_curvature",
     "chosen_fisher",
     "noise_ratios",
     "warn_of_damping",
@@ -118,6 +119,40 @@ def warn_of_damping(damping: Any, stacklevel: int = 2) -> None:
             "`damping=True` has no effect: laplace-torch drops it when it adds the prior.",
             stacklevel=stacklevel + 1,
         )
+
+
+def chosen_curvature(
+    la: Any, kind: str, fisher: Fisher | None, default: Fisher, kwargs: Any, foreign: str | None
+) -> Fisher:
+    """Check backend, training loss and options of the curvature together.
+
+    Args:
+        la: The posterior that is being made; knows its method, its objective and its options.
+        kind: The likelihood.
+        fisher: Which vectors are propagated back, as said, or ``None``.
+        default: What the backend takes.
+        kwargs: Arguments of the backend.
+        foreign: Name of one of laplace-torch's backends, if it is one.
+
+    Returns:
+        Which vectors are propagated back.
+
+    Raises:
+        ValueError: If something is unknown, or does not go together.
+    """
+    draws, plain = la.options is not None, la.objective == Objective()
+    if foreign is not None:
+        labels = kind == "bernoulli"
+        check_backend(foreign, debias=la.debias, draws=draws, labels=labels, plain=plain)
+    return chosen_fisher(
+        fisher,
+        default,
+        debias=la.debias,
+        kfac_approx=la.kfac_approx,
+        sampler=la.sampler,
+        backend_kwargs=kwargs,
+        foreign=foreign,
+    )
 
 
 def chosen_fisher(

@@ -1,5 +1,7 @@
 """The estimated distance: its parts against dense matrices, and its report."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -85,13 +87,34 @@ def test_gradients_are_those_of_the_output_in_a_direction():
 
 
 def test_errors_of_known_size_are_found():
-    """With k independent parts of size s / sqrt(k) the mean is that of |t|, times s."""
+    """With k independent parts of size s / sqrt(k) the mean is that of a normal's size, by c_4."""
     errors = torch.full((3, 50), 0.1 / 3**0.5, dtype=torch.float64)
     mean, deviation = estimated_distance(errors, torch.zeros(50), n_draws=100_000)
-    assert mean == pytest.approx(0.1 * 1.1027, rel=0.03)  # E|t_3|
+    assert mean == pytest.approx(0.1 * (2 / math.pi) ** 0.5 / 0.921318, rel=0.03)
     assert deviation > 0.8 * mean
+    assert deviation == pytest.approx(0.1 * (3 - 1.1027**2) ** 0.5, rel=0.3)  # of |t_3|
     biased, _ = estimated_distance(errors, torch.full((50,), 1.0), n_draws=10_000)
     assert biased == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize("n_probes", [1, 20])
+def test_the_estimate_is_right_on_average_and_the_bound_holds(n_probes):
+    """Groups of known noise: mean estimate over mean truth, and how often the truth is below."""
+    generator = torch.Generator().manual_seed(3)
+    size = torch.rand(n_probes, generator=generator, dtype=torch.float64) + 0.5
+    truths, estimates, below = [], [], []
+    for _ in range(2000):
+        groups = torch.randn(4, n_probes, generator=generator, dtype=torch.float64) * size
+        splits = [(0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 1, 2)]
+        pairs = [(groups[[a, b]].mean(0) - groups[[c, d]].mean(0)) / 2 for a, b, c, d in splits]
+        estimate, error = estimated_distance(
+            torch.stack(pairs) / 3**0.5, torch.zeros(n_probes), 300
+        )
+        truths.append(float(groups.mean(0).abs().mean()))
+        estimates.append(estimate)
+        below.append(truths[-1] <= estimate + 2 * error)
+    assert sum(estimates) / sum(truths) == pytest.approx(1.0, abs=0.06)
+    assert sum(below) / len(below) > 0.9
 
 
 def test_a_report_has_three_lines_and_says_when_it_does_not_know():

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_debias import CurvatureRecorder
+from laplace_debias import CurvatureRecorder, Laplace, far_inputs, posterior_distance
 from laplace_debias.network.loss import curvature_scores
 
 
@@ -40,3 +43,49 @@ def test_bad_updates_are_refused_and_change_nothing(indices, logits, words):
 def test_a_number_of_data_is_needed():
     with pytest.raises(ValueError, match="positive whole number"):
         CurvatureRecorder(0)
+
+
+def test_the_certificate_holds_with_scores_of_an_early_epoch():
+    """Digits, scores of a network half trained: the truth is below estimate + 2 errors."""
+    images, labels = load_digits(return_X_y=True)
+    x = torch.tensor(images[:800]).float() / 16
+    y, x_test = torch.tensor(labels[:800]), torch.tensor(images[800:860]) / 16
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())
+    net.append(nn.Linear(32, 10))
+    optimizer, recorder = torch.optim.Adam(net.parameters(), 5e-3), CurvatureRecorder(800)
+    for epoch in range(20):
+        for rows in torch.randperm(800).split(64):
+            logits = net(x[rows])
+            if epoch < 4:
+                recorder.update(rows, logits)  # and nothing is recorded later
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(logits, y[rows]).backward()
+            optimizer.step()
+    net, x = net.double().eval(), x.double()
+    now = curvature_scores(net(x).detach())
+    assert torch.corrcoef(torch.stack([now, recorder.scores]))[0, 1] < 0.9  # they are old
+    full = Laplace(net, "classification", "all", "kron", debias="single", prior_precision=0.1)
+    full.fit((x, y), n_data=800)
+    far, truths, estimates, below = far_inputs(x, 60), [], [], []
+    loader = DataLoader(TensorDataset(x, y), 200)
+    for draw in range(20):
+        la = Laplace(
+            net,
+            "classification",
+            "all",
+            "kron",
+            debias="auto",
+            prior_precision=0.1,
+            scores=recorder,
+            tolerance=None,
+            n_passes=144,
+            n_pool=400,
+            generator=torch.Generator().manual_seed(draw),
+        )
+        la.fit(loader)
+        truths.append(sum(posterior_distance(la, full, inputs) for inputs in (x_test, far)) / 2)
+        estimates.append(la.fit_report.distance)
+        below.append(truths[-1] <= la.fit_report.distance + 2 * la.fit_report.standard_error)
+    assert sum(below) >= 18
+    assert 0.5 < sum(estimates) / sum(truths) < 3

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from laplace import Laplace
+from laplace import KronLaplace, Laplace
 from laplace.curvature import CurvlinopsGGN
 from laplace.utils import FeatureExtractor, KronDecomposed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias.network.upstream import (
+    answering,
     backend_of,
     decomposed,
     device_of,
@@ -90,3 +91,42 @@ def test_blocks_as_laplace_torch_holds_them():
 
 def test_feature_extractors_without_a_name():
     assert feature_extractor(FeatureExtractor(net())).last_layer is None
+
+
+def test_private_calls_reach_public_methods():
+    @answering
+    class Posterior:
+        def check_fitted(self):
+            raise AttributeError("not yet")
+
+        def output_moments(self, *args):
+            return ("moments", *args)
+
+        def network_samples(self, *args, **kwargs):
+            return ("samples", *args, kwargs)
+
+        def network_predictions(self, *args, **kwargs):
+            return ("predictions", *args, kwargs)
+
+    la = Posterior()
+    with pytest.raises(AttributeError, match="not yet"):
+        la._check_H_init()
+    la._init_H()
+    assert la.H.kfacs == []
+    assert la._glm_predictive_distribution("X", diagonal_output=True) == (
+        "moments", "X", False, True,
+    )  # fmt: skip
+    assert la._nn_functional_samples("X", 5, a=1) == ("samples", "X", 5, None, {"a": 1})
+    assert la._nn_predictive_samples("X", 5, a=1) == ("predictions", "X", 5, None, {"a": 1})
+
+
+def test_laplace_torch_still_calls_these_names():
+    """A release that renames one would leave its own method in charge."""
+    for name in (
+        "_check_H_init",
+        "_init_H",
+        "_glm_predictive_distribution",
+        "_nn_functional_samples",
+        "_nn_predictive_samples",
+    ):
+        assert callable(getattr(KronLaplace, name)), name

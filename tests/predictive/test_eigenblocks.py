@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from laplace_debias.predictive.eigenblocks import EigenBlock, eigen_blocks, prior_grid
-from laplace_debias.predictive.predictor import linearized_predictive
+from laplace_debias.predictive.linearized import linearized_predictive
 from tests.cases_predictive import STRUCTURED
 from tests.fitted_predictive import EXACT, build, double_precision, fitted_cnn  # noqa: F401
 from tests.oracles_predictive import dense_precision

@@ -8,7 +8,7 @@ from laplace.baselaplace import KronLaplace
 from laplace.lllaplace import KronLLLaplace
 from torch import nn
 
-from laplace_debias.predictive.predictor import linearized_predictive
+from laplace_debias.predictive.linearized import linearized_predictive
 from tests.cases_predictive import STRUCTURED
 from tests.fitted_predictive import (
     EXACT,

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from laplace_debias import Laplace, sweep_prior_precision
+from laplace_debias.predictive.linearized import linearized_predictive
 from laplace_debias.predictive.output_gradients import grouped_moments, top_classes
-from laplace_debias.predictive.predictor import StructuredPredictor, linearized_predictive
+from laplace_debias.predictive.predictor import StructuredPredictor
 from tests.cases_predictive import FALLBACK
 from tests.fitted_predictive import (
     EXACT,

@@ -17,10 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias.network.preserve import differentiable
 from laplace_debias.predictive import contractions
-from laplace_debias.predictive.predictor import (
-    StructuredPredictor,
-    linearized_predictive,
-)
+from laplace_debias.predictive.linearized import linearized_predictive
+from laplace_debias.predictive.predictor import StructuredPredictor
 from tests.cases_predictive import FALLBACK, STRUCTURED
 from tests.fitted_predictive import (
     EXACT,

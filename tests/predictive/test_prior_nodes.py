@@ -7,11 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laplace_debias.predictive import prior_nodes as module
-from laplace_debias.predictive.predictor import (
-    SharedPredictor,
-    StructuredPredictor,
-    linearized_predictive,
-)
+from laplace_debias.predictive.linearized import linearized_predictive
+from laplace_debias.predictive.predictor import SharedPredictor, StructuredPredictor
 from laplace_debias.predictive.prior_nodes import prior_nodes
 from tests.cases_predictive import STRUCTURED
 from tests.fitted_predictive import build

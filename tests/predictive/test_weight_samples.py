@@ -7,7 +7,8 @@ import torch
 from laplace.baselaplace import KronLaplace
 from laplace.lllaplace import KronLLLaplace
 
-from laplace_debias.predictive.predictor import StructuredPredictor, linearized_predictive
+from laplace_debias.predictive.linearized import linearized_predictive
+from laplace_debias.predictive.predictor import StructuredPredictor
 from tests.cases_predictive import FALLBACK, STRUCTURED
 from tests.fitted_predictive import (
     EXACT,
