@@ -6,6 +6,7 @@ one output. Besides the library's methods there are those that lost:
 
 * ``single + c``: one mini-batch, its factors inflated by ``(1 - df / N) / (1 - df / n)``;
 * ``geometric mean``: two mini-batches, own and held-out eigenvalues multiplied, and the root;
+* ``quadratic shrinkage``: one mini-batch, its eigenvalues shrunk without other data;
 * ``crossfit + curvature sampling``, with exact vectors and with one random vector per datum;
 * ``pairs``: the draws of ``auto`` without any correction, and ``pairs + scalar c``, with the number
   of draws for n. ``auto`` takes each draw's own leverage, and a floor where draws are few.
@@ -13,6 +14,7 @@ one output. Besides the library's methods there are those that lost:
     python -m examples.research.inverse_lab                       # all problems, some 20 minutes
     python -m examples.research.inverse_lab --problems diabetes 1-D --draws 4
     python -m examples.research.inverse_lab --certificate         # is the estimated distance right?
+    python -m examples.research.inverse_lab --crossfit-parts --problems 1-D
     python -m examples.research.inverse_lab --prior-changes       # a prior changed after the fit
 
 Results are kept in ``outputs/inverse_lab``, and a run goes on where it was stopped.
@@ -27,13 +29,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from examples.research.inverse_problems import PROBLEMS, InverseProblem
-from laplace_debias import posterior_distance
+from laplace_debias import linearized_predictive, posterior_distance
 from laplace_debias.data.roles import TrainingData
+from laplace_debias.debias import folds
 from laplace_debias.debias.auto import fit_auto
 from laplace_debias.debias.inverse import resolvent_inflation
 from laplace_debias.debias.options import AutoOptions
@@ -128,6 +132,50 @@ def crossfit(**options: object) -> Method:
     return fit
 
 
+def quadratic_shrinkage(lam: Tensor, n: float, tol: float = 1e-12) -> Tensor:
+    r"""Quadratic-inverse shrinkage of eigenvalues (Ledoit and Wolf 2022, Bernoulli 28, sec. 4).
+
+    With :math:`x_j = 1 / \lambda_j`, :math:`c = p / n` and
+    :math:`h = (\min(c^2, c^{-2}) / p)^{0.35}`, the smoothed Stein shrinker :math:`\theta` and its
+    conjugate :math:`\bar\theta` are means over j of :math:`x_j (x_j - x_i) / D_{ji}` and
+    :math:`h x_j^2 / D_{ji}`, :math:`D_{ji} = (x_j - x_i)^2 + h^2 x_j^2`, and the new eigenvalues
+    :math:`1 / (x ((1 - c)^2 + 2 c (1 - c) \theta + c^2 (\theta^2 + \bar\theta^2)))`
+    for :math:`p \le n`, else :math:`1 / (x (\theta^2 + \bar\theta^2))` and, for zeros,
+    :math:`1 / ((c - 1)\, \mathrm{mean}\, x)`; the trace is kept.
+    """
+    lam = lam.double().clamp(min=0)
+    seen = lam > tol * lam.max()
+    x, L = 1 / lam[seen], int(seen.sum())
+    rank_short = L >= n
+    size = len(lam) if rank_short else L
+    c = size / n
+    h = min(c**2, c**-2) ** 0.35 / size**0.35
+    gap = x[:, None] - x
+    D = gap.square() + (h * x[:, None]).square()
+    theta = (x[:, None] * gap / D).mean(0)
+    square = theta.square() + (h * x[:, None].square() / D).mean(0).square()
+    new = torch.zeros_like(lam)
+    if rank_short:
+        new[~seen] = 1 / (max(c - 1, 1e-3) * x.mean())
+        new[seen] = 1 / (x * square)
+    else:
+        new[seen] = 1 / (x * ((1 - c) ** 2 + 2 * c * (1 - c) * theta + c**2 * square))
+    return new * (lam.sum() / new.sum())
+
+
+def shrunk(p: InverseProblem, prior: float, P: int, g: torch.Generator) -> DebiasedKronLaplace:
+    """One mini-batch, its eigenvalues shrunk; a backward vector counts as one observation."""
+    la, M = single(p, prior, P, g), n_exact(p, P)
+    k = 9 if p.likelihood == "classification" else 1
+    fit = la._posterior()
+    numbers = [(M * k, M)[: len(lam)] for lam in fit.lam]
+    values = [
+        [quadratic_shrinkage(part, n) for part, n in zip(lam, ns, strict=True)]
+        for lam, ns in zip(fit.lam, numbers, strict=True)
+    ]
+    return with_values(la, fit, values)
+
+
 def pairs(p: InverseProblem, prior: float, P: int, g: torch.Generator) -> DebiasedKronLaplace:
     """The draws of ``auto``, nothing corrected."""
     engine = Engine(p.model, p.likelihood)
@@ -161,6 +209,7 @@ METHODS: dict[str, Method] = {
     "single + c": single_c,
     "two-batch": two_batch,
     "geometric mean": geometric,
+    "quadratic shrinkage": shrunk,
     "crossfit": crossfit(),
     "crossfit + curvature": crossfit(sampling="curvature"),
     "crossfit + curvature, one vector": crossfit(sampling="curvature", fisher="mc"),
@@ -302,6 +351,32 @@ def prior_changes(p: InverseProblem, draws: int) -> str:
     return "\n".join(lines)
 
 
+def crossfit_parts(p: InverseProblem, draws: int, P: int = 256) -> str:
+    """What makes cross-fitting wrong: signed and absolute log ratios, its parts changed."""
+
+    def in_logs(values: Tensor) -> Tensor:
+        return plain(values.clamp(min=1e-300).log()).exp()
+
+    plain, prior, lines = folds.isotonic, p.prior_precisions[0], []
+    full = reference(p, prior)
+    fits: dict[str, Callable] = {"isotonic": plain, "isotonic in logs": in_logs}
+    fits |= {"not monotone": lambda values: values}
+    cases = {f"crossfit, {name}": (crossfit(), change) for name, change in fits.items()}
+    cases |= {"basis and curvatures of halves": (two_batch, plain), "single": (single, plain)}
+    for name, (method, change) in cases.items():
+        found = []
+        for draw in range(draws):
+            with patch.object(folds, "isotonic", change):
+                la = method(p, prior, P, torch.Generator().manual_seed(1000 * P + draw))
+            both = [linearized_predictive(one, p.x_test).covariance.flatten() for one in (la, full)]
+            ratio = 0.5 * (both[0] / both[1]).log()
+            found.append((float(ratio.abs().mean()), float(ratio.mean())))
+        size, signed = (mean(column) for column in zip(*found, strict=True))
+        error = stdev(s for _, s in found) / draws**0.5
+        lines.append(f"| {name} | {size:.4f} | {signed:+.4f} ± {error:.4f} |")
+    return "\n".join(lines)
+
+
 def leak(path: Path, d: int = 60, n: int = 90) -> Tensor:
     """The picture of the leak: curvatures along an estimated basis, and what its inverse needs."""
     import matplotlib
@@ -344,6 +419,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--draws", type=int, default=8)
     parser.add_argument("--certificate", action="store_true")
     parser.add_argument("--prior-changes", action="store_true")
+    parser.add_argument("--crossfit-parts", action="store_true")
     parser.add_argument("--leak", type=Path, help="where the picture of the leak goes")
     parser.add_argument("--output", type=Path, default=Path("outputs/inverse_lab"))
     args = parser.parse_args(argv)
@@ -355,6 +431,8 @@ def main(argv: list[str] | None = None) -> None:
         p = PROBLEMS[name]()
         if args.certificate:
             print(certificate(p, args.draws, args.output), flush=True)
+        elif args.crossfit_parts:
+            print(crossfit_parts(p, args.draws), flush=True)
         elif args.prior_changes:
             print(prior_changes(p, args.draws), flush=True)
         else:

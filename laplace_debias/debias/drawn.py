@@ -218,7 +218,10 @@ class DrawnFactor:
         if as_blocks:
             blocks = Q.T @ (X * w.sqrt()[:, None, None]) @ Q
             return Spectrum(Q, lam.clamp(min=0), BlockGrams(blocks), *more, lam.new_zeros(0))
-        tail = null_tail(X.flatten(0, 1)) if whole else lam.new_zeros(0)
+        tail = lam.new_zeros(0)
+        if whole and bool((more[0] < 1).any()):  # the full batch foretells nothing
+            flat = X.flatten(0, 1)
+            tail = null_tail(flat[flat.any(1)])  # no rows of data that do not reach the layer
         return Spectrum(Q, lam.clamp(min=0), X @ Q, *more, tail)
 
 

@@ -56,6 +56,7 @@ class PoolMoments:
         self._sizes = [0, 0]  # data of both parts, with those that are not exchanged yet
         self._group = processes()
         self._news = News()  # of this process, since the last exchange
+        self.uneven = False  # whether a layer had no whole number of rows per datum
 
     def add(self, X: Inputs, y: Tensor) -> None:
         """Pass a mini-batch.
@@ -69,6 +70,7 @@ class PoolMoments:
         features = next((rows for rows in kept if rows is not None), None)
         weights = self.engine.datum_weights(y, new.n_outputs)
         outputs, loss = new.kept_outputs, new.summed_loss
+        self.uneven |= any(n_rows % new.n for n_rows in new.n_rows)
         new = replace(new, outputs=None, rows=(None,) * len(new.names))
         if self._group is not None:
             half = 0 if self._sizes[0] <= self._sizes[1] else 1

@@ -24,7 +24,7 @@ from laplace_debias.debias.pairs import (
     pairs_of_data,
 )
 from laplace_debias.debias.pool_moments import PoolMoments
-from laplace_debias.kfac.gradient_rows import gradient_rows
+from laplace_debias.kfac.gradient_rows import gradient_rows, tells_data_apart
 from laplace_debias.kfac.interface import EngineInterface, datum_keys
 from laplace_debias.network.ownership import rows_key
 from laplace_debias.network.vectors import sampled_hessian_root
@@ -89,6 +89,7 @@ class Rounds:
         self._taken: Tensor | None = None  # which pairs were drawn, [n, C]
         self._precision, self._drawn_from = 0.0, 0
         self.n_drawn = 0
+        self._alone: bool | None = None  # whether each datum has to pass back alone
 
     @property
     def whole(self) -> bool:
@@ -187,7 +188,11 @@ class Rounds:
         with together("its backward passes"):
             for at, X, y in self._pieces(draw):
                 more = {"y": y, "classes": draw.classes[at], "numbers": first + at}
-                found = gradient_rows(self.engine, X, partial(self._vectors, **more))
+                key, vectors = self.data.key_x, partial(self._vectors, **more)
+                if self._alone is None and len(y) > 1:
+                    self._alone = not tells_data_apart(self.engine, X, key)
+                alone = bool(self._alone) or self.moments.uneven
+                found = gradient_rows(self.engine, X, vectors, key, alone=alone)
                 for each, rows in zip(at, found, strict=True):
                     weights = 1 / draw.probabilities[each]
                     for factor in self.factors:

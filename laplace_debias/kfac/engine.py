@@ -46,7 +46,7 @@ from laplace_debias.network.layers import has_rows_last, is_kfac_layer, is_norm,
 from laplace_debias.network.loss import loss_sum, mean_loss_hessian
 from laplace_debias.network.ownership import OwnedParameter
 from laplace_debias.network.preserve import evaluation_mode
-from laplace_debias.network.recorder import Recorder, check_outputs
+from laplace_debias.network.recorder import Recorder, check_outputs, inner_product
 from laplace_debias.network.responses import normalised
 from laplace_debias.network.vectors import Fisher, Sampler
 
@@ -258,7 +258,7 @@ class Engine(EngineInterface):
         edges = [call.edge for call in calls if call.edge is not None]  # all, see check_called
         for k, v in enumerate(V):
             gradients = torch.autograd.grad(  # None: the output does not depend on the layer
-                f, edges, v, retain_graph=k + 1 < n_vectors, allow_unused=True
+                inner_product(v, f), edges, retain_graph=k + 1 < n_vectors, allow_unused=True
             )
             self.cost.tick(len(f) / n_vectors)
             found: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self.layers}

@@ -26,7 +26,7 @@ from laplace_debias.network.calling import call_model
 from laplace_debias.network.layers import has_own_forward, is_norm
 from laplace_debias.network.ownership import OwnedParameter
 from laplace_debias.network.preserve import devices_of, differentiable
-from laplace_debias.network.recorder import LayerCall, Recorder, check_outputs
+from laplace_debias.network.recorder import LayerCall, Recorder, check_outputs, inner_product
 from laplace_debias.network.responses import at_every_position, layer_response
 
 __all__ = [
@@ -137,7 +137,7 @@ def derivatives(
     """
     try:
         found: tuple[Tensor | None, ...] = torch.autograd.grad(
-            f, cast(Any, places), v, retain_graph=retain_graph, allow_unused=True
+            inner_product(v, f), cast(Any, places), retain_graph=retain_graph, allow_unused=True
         )
         return found
     except RuntimeError as error:

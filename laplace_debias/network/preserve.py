@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,7 @@ __all__ = [
     "differentiable",
     "evaluation_mode",
     "held",
+    "no_autocast",
     "parameters_kept",
     "preserved",
 ]
@@ -133,8 +134,30 @@ def _required_gradient(p: Tensor) -> Callable[[], None]:
 
 
 @contextmanager
+def no_autocast() -> Iterator[None]:
+    """Leave a ``torch.autocast`` around the call, which would round products to half precision.
+
+    Yields:
+        Nothing; autocast inside of a model's ``forward`` does what it says.
+
+    Example:
+        >>> x = torch.ones(1, 1)
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     with no_autocast():
+        ...         inside = (x @ x).dtype
+        ...     inside, (x @ x).dtype
+        (torch.float32, torch.bfloat16)
+    """
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda", "mps", "xpu"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextmanager
 def differentiable(model: nn.Module, params: Iterable[Tensor]) -> Iterator[None]:
-    """Evaluation mode with gradients on and ``params`` differentiable, whatever holds outside.
+    """Evaluation mode, full precision and ``params`` differentiable, whatever holds outside.
 
     Args:
         model: The network.
@@ -156,6 +179,7 @@ def differentiable(model: nn.Module, params: Iterable[Tensor]) -> Iterator[None]
         evaluation_mode(model),
         torch.inference_mode(False),
         torch.enable_grad(),
+        no_autocast(),
     ):
         yield
 

@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from laplace_debias.network.layers import has_products, has_rows_last
 from laplace_debias.network.products import Products
 
-__all__ = ["LayerCall", "Recorder", "check_outputs", "count_uses"]
+__all__ = ["LayerCall", "Recorder", "check_outputs", "count_uses", "inner_product"]
 
 
 @dataclass(frozen=True)
@@ -247,6 +247,23 @@ def check_outputs(f: Any) -> Tensor:
             "outputs per datum, also for a single one: name the dimension of a `.squeeze()`."
         )
     return f
+
+
+def inner_product(v: Tensor, f: Tensor) -> Tensor:
+    """``<v, f>``, whose gradients are those of ``f`` along the backward vectors ``v``, to the bit.
+
+    ``torch.autograd.grad(f, ..., v)`` imports sympy, 0.6 s in a new process; this does not.
+
+    Args:
+        v: Backward vectors in the shape of ``f``.
+        f: Outputs, attached to their graph.
+
+    Example:
+        >>> inner_product(torch.ones(2), torch.ones(2))
+        tensor(2.)
+    """
+    with torch.enable_grad():
+        return (f * v).sum()
 
 
 def count_uses(f: Tensor) -> Counter[int]:

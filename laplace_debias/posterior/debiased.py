@@ -56,6 +56,7 @@ from laplace_debias.network.freezing import check_supported, unwrapped
 from laplace_debias.network.layers import SUPPORTED_TYPES
 from laplace_debias.network.loss import likelihood_name
 from laplace_debias.network.objective import objective_of
+from laplace_debias.network.preserve import no_autocast
 from laplace_debias.network.runnable import check_no_autocast, check_runnable
 from laplace_debias.network.selection import Parameters, select_parameters, selected
 from laplace_debias.network.upstream import (
@@ -451,6 +452,7 @@ class DebiasedPosterior(_Base):
         """Everything but the kept predictor, which copies and pickles make for themselves."""
         return {name: value for name, value in vars(self).items() if name != "_kept"}
 
+    @no_autocast()
     def __call__(
         self,
         x: Inputs,
@@ -491,6 +493,7 @@ class DebiasedPosterior(_Base):
         more = {"joint": joint, "fitting": fitting, **model_kwargs}
         return predictive(self, x, pred_type, link_approx, options, **more)
 
+    @no_autocast()
     def log_probabilities(
         self,
         x: Inputs,
@@ -550,6 +553,7 @@ class DebiasedPosterior(_Base):
         """Output means and variances ``[n, C]`` (laplace-torch raises for Kron)."""
         return self.output_moments(X, diagonal_output=True)
 
+    @no_autocast()
     def functional_samples(self, *args: Any, **kwargs: Any) -> Tensor:
         """Samples of the network's outputs, ``[S, n, C]``; see laplace-torch.
 
@@ -569,6 +573,7 @@ class DebiasedPosterior(_Base):
         """Samples of the predictive, ``[S, n, C]``; see laplace-torch."""
         return inverse_link(self, self.functional_samples(*args, **kwargs))
 
+    @no_autocast()
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Weight samples ``[S, P]`` from the posterior; see laplace-torch."""
         self.check_fitted()
@@ -747,6 +752,7 @@ class DebiasedPosterior(_Base):
                 "Remedy: call one of these."
             )
 
+    @no_autocast()
     def log_marginal_likelihood(self, *args: Any, **kwargs: Any) -> Tensor:
         """Log marginal likelihood of all N training data; see laplace-torch."""
         self.check_fitted()

@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace_debias.data.inputs import Inputs, on_device
 from laplace_debias.network.calling import as_outputs
 from laplace_debias.network.loss import likelihood_name
-from laplace_debias.network.preserve import evaluation_mode
+from laplace_debias.network.preserve import evaluation_mode, no_autocast
 from laplace_debias.network.upstream import device_of, posterior_params
 from laplace_debias.predictive.links import (
     check_n_samples,
@@ -164,7 +164,7 @@ def sampled_outputs(
     check_n_samples(n_samples)
     X = on_device(X, device_of(la))
     samples = la.sample(n_samples, generator)
-    with evaluation_mode(la.model):
+    with evaluation_mode(la.model), no_autocast():
         outputs = torch.stack(
             list(network_samples(la.model, la.parameter_names, samples, X, **model_kwargs))
         )

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from laplace_debias.kfac.thin import bases_of, frame_values
+from laplace_debias.network.preserve import no_autocast
 from laplace_debias.network.upstream import (
     decomposed,
     hessian_factor,
@@ -196,6 +197,7 @@ def check_fitted(la: KronLaplace) -> None:
     decomposed(la)
 
 
+@no_autocast()
 def eigen_blocks(la: KronLaplace, deltas: Tensor, memory_budget: int) -> list[EigenBlock]:
     """Return the blocks of the posterior precision for the given prior precisions.
 

@@ -91,11 +91,11 @@ class OutputGradients:
         if not self.keep_graph:
             buffers = self._reserve(shapes, capture.f.new_empty(0, dtype=dtype))
         for c in range(m):
-            e_c = torch.zeros_like(capture.f).scatter_(1, classes[:, c : c + 1], 1)
+            with torch.enable_grad():
+                f_c = capture.f.gather(1, classes[:, c : c + 1]).sum()
             grads = torch.autograd.grad(
-                capture.f,
+                f_c,
                 edges,
-                e_c,
                 retain_graph=self.keep_graph or c + 1 < m or not last,
                 create_graph=self.keep_graph,
                 allow_unused=True,

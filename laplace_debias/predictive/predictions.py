@@ -10,6 +10,7 @@ from laplace.baselaplace import KronLaplace
 from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs
+from laplace_debias.network.preserve import no_autocast
 from laplace_debias.predictive.links import (
     check_link,
     label_log_probabilities,
@@ -186,6 +187,7 @@ def moments_by(
     return predictor.top(x, diagonal) if method == "top" else predictor(x, diagonal)
 
 
+@no_autocast()
 def glm_predictions(
     predictor: Predictor,
     x: Inputs,

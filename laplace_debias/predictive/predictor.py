@@ -22,7 +22,7 @@ from laplace_debias.data.inputs import INPUT_TYPES, Inputs, on_device, size_of, 
 from laplace_debias.network.features import outputs_and_features
 from laplace_debias.network.last_layer import verify_last_layer
 from laplace_debias.network.loss import likelihood_name
-from laplace_debias.network.preserve import differentiable
+from laplace_debias.network.preserve import differentiable, no_autocast
 from laplace_debias.network.upstream import (
     decomposed,
     device_of,
@@ -264,6 +264,7 @@ class StructuredPredictor:
             )
         return on_device(x, device_of(self.la))
 
+    @no_autocast()
     def _result(self, f: Tensor, moments: Tensor, method: str) -> LinearizedPredictive:
         """Bring ``[..., k]`` to ``[k, ...]``, or drop k for a single prior precision."""
         if method != "samples" and self._coefficients is not None:  # moments are those of the nodes

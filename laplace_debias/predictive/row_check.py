@@ -123,7 +123,7 @@ def misplaced_rows(
         edges = [call.edge for call, _ in calls.values() if call.edge is not None]
         if not edges:
             continue
-        grads = torch.autograd.grad(capture.f, edges, vectors[order], allow_unused=True)
+        grads = derivatives(capture.f, edges, vectors[order])
         G = {
             number: capture.f.new_zeros(call.shape) if g is None else g
             for (number, (call, _)), g in zip(calls.items(), grads, strict=True)

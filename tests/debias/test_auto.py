@@ -156,6 +156,17 @@ def test_regression_with_two_outputs(net):
     assert posterior_distance(la, reference, X[:50]) < 1e-7
 
 
+def test_the_full_batch_of_fewer_rows_than_outputs_has_no_floor():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 1)).double()
+    data = [(X[:12], X[:12, :1])]
+    reference = Laplace(net, "regression", "all", "kron", debias="single")
+    reference.fit(data, n_data=12)
+    la = auto(net, "regression", data=data, n_data=12)
+    expected = reference.H.to_matrix()
+    torch.testing.assert_close(la.H.to_matrix(), expected, rtol=1e-9, atol=1e-12 * expected.max())
+
+
 def test_convolutions_with_several_positions():
     torch.manual_seed(0)
     net = nn.Sequential(

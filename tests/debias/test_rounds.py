@@ -172,3 +172,32 @@ def test_rounds_count_by_their_precision(monkeypatch):
     rounds.draw(20)
     assert shares == pytest.approx([1.0, precisions[1] / sum(precisions)])
     assert precisions[1] > 2 * precisions[0]  # more draws, and less that is left to chance
+
+
+class SortsInside(nn.Module):
+    """A layer that sees its data in another order, and gives them back in their own."""
+
+    def __init__(self, sorts):
+        super().__init__()
+        torch.manual_seed(0)
+        self.sorts, self.inner, self.outer = sorts, nn.Linear(3, 4), nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x):
+        """Sort by the first input, if at all."""
+        order = x[:, 0].argsort() if self.sorts else torch.arange(len(x))
+        return self.outer(torch.tanh(self.inner(x[order])[order.argsort()]))
+
+
+def test_drawn_rows_keep_their_weights_if_the_network_sorts_its_data_inside():
+    X = 3 * torch.randn(12, 3, generator=torch.Generator().manual_seed(1)).double()
+    factors = []
+    for sorts in (False, True):
+        engine = Engine(SortsInside(sorts), "classification")
+        options = AutoOptions(n_passes=12, generator=torch.Generator().manual_seed(0))
+        data = TrainingData((X, torch.arange(12) % 3), None, 12, X.device)
+        rounds = Rounds(engine, data, options)
+        rounds.grow(12)
+        rounds.draw(12)
+        factors.append(rounds.factors[0].estimate(range(4), rounds.scale))
+    torch.testing.assert_close(*factors)

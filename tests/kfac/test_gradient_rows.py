@@ -6,7 +6,8 @@ from torch import nn
 
 from laplace_debias.debias.pairs import pair_vectors
 from laplace_debias.kfac.engine import Engine
-from laplace_debias.kfac.gradient_rows import gradient_rows
+from laplace_debias.kfac.gradient_rows import gradient_rows, tells_data_apart
+from tests import oracles
 
 
 def convolutional():
@@ -49,19 +50,56 @@ def test_passes_are_counted_and_the_network_is_left_as_it_was():
     assert all(p.grad is None for p in net.parameters())
 
 
-class Merged(nn.Module):
-    """Merges data with positions, as no row can be told to be a datum's."""
+class Uneven(nn.Module):
+    """Layers whose first dimension is not the data's, in several ways."""
 
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__()
-        self.inner, self.outer = nn.Linear(2, 2), nn.Linear(2, 2)
+        torch.manual_seed(0)
+        self.kind, self.inner, self.outer = kind, nn.Linear(2, 4), nn.Linear(4, 2)
+        self.double()
 
     def forward(self, x):
         """Sum over positions at the end."""
-        n = len(x)
-        return self.outer(self.inner(x.reshape(-1, 2)).reshape(n, -1, 2).sum(1))
+        h = x.new_zeros(*x.shape[:2], 4)  # [n, T, 4]
+        if self.kind == "merged":
+            h = self.inner(x.reshape(-1, 2)).reshape(h.shape)
+        elif self.kind == "positions first":
+            h = self.inner(x.transpose(0, 1)).transpose(0, 1)
+        elif self.kind == "sorted inside":
+            order = x[:, 0, 0].argsort()
+            h = self.inner(x[order])[order.argsort()]
+        elif (here := x[:, :, 0] > 0).any():  # "routed"
+            h = h.index_put((here,), self.inner(x[here]))
+        return self.outer(torch.tanh(h).sum(1))
 
 
-def test_data_merged_with_positions_are_refused():
-    with pytest.raises(ValueError, match="first dimension"):
-        list(gradient_rows(Engine(Merged(), "regression"), torch.randn(3, 5, 2), lambda f: f[None]))
+@pytest.mark.parametrize("kind", ["merged", "positions first", "sorted inside", "routed"])
+def test_rows_are_those_of_their_data_wherever_a_layer_has_them(kind):
+    net, n = Uneven(kind), 3  # three positions as well: no shape tells them from data
+    X = torch.randn(n, 3, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    X[0, :, 0] = -1.0  # reaches the inner layer nowhere if it is routed
+    v = torch.randn(2, n, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    engine = Engine(net, "regression")
+    alone = not tells_data_apart(engine, X)
+    found = list(gradient_rows(engine, X, lambda f: v, alone=alone))
+    assert alone and (engine.cost.forward, engine.cost.backward) == (n, 2 * n)
+    for rows, v_k in zip(found, v, strict=True):
+        for i in range(n):
+            if kind == "routed" and i == 0:
+                assert not rows[net.inner,][0].any()
+                continue
+            _, g, _ = oracles.layer_io(net, net.inner, X[i])
+            expected = sum(torch.outer(g_t.T @ v_k[i], g_t.T @ v_k[i]) for g_t in g)
+            torch.testing.assert_close(rows[net.inner,][i].T @ rows[net.inner,][i], expected)
+
+
+def test_rows_of_an_ordinary_network_are_told_apart_and_shapes_that_differ_are_seen():
+    engine = Engine(convolutional(), "regression")
+    assert tells_data_apart(engine, torch.randn(4, 1, 4, 4, dtype=torch.float64))
+    net = Uneven("merged")
+    X = torch.randn(2, 3, 2, dtype=torch.float64)
+    for approx, n_rows in (("expand", 3), ("reduce", 1)):
+        engine = Engine(net, "regression", kfac_approx=approx)
+        (rows,) = gradient_rows(engine, X, lambda f: torch.ones(1, *f.shape))
+        assert rows[net.inner,].shape == (2, n_rows, 4)

@@ -1,11 +1,14 @@
 """The hooks: what layers see, and gradients at their outputs in spite of in-place operations."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from laplace_debias.network.recorder import Recorder, check_outputs, count_uses
+from laplace_debias.network.recorder import Recorder, check_outputs, count_uses, inner_product
 
 
 class InPlace(nn.Module):
@@ -92,3 +95,27 @@ def test_uses_are_counted_in_the_graph():
 def test_outputs_have_one_row_per_datum(f):
     with pytest.raises(ValueError, match=r"\[n, C\].*Remedy"):
         check_outputs(f)
+
+
+def test_the_first_fit_and_prediction_of_a_process_do_not_wait_for_sympy():
+    """PyTorch imports it for gradients along given vectors: most of what a first check took."""
+    code = """
+import sys, torch
+from laplace_debias import Laplace
+before = "sympy" in sys.modules
+net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+la = Laplace(net, "classification", "all", "kron", debias=True)
+la.fit([(torch.randn(4, 2), torch.arange(4) % 2)] * 2, n_data=9)
+la(torch.randn(4, 2))
+print(before, "sympy" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() in (["False", "False"], ["True", "True"])
+
+
+def test_gradients_along_vectors_are_autograds_own_to_the_bit():
+    W = torch.randn(5, 3, requires_grad=True)
+    f, v = torch.tanh(torch.randn(4, 5) @ W), torch.randn(4, 3)
+    (expected,) = torch.autograd.grad(f, W, v, retain_graph=True)
+    with torch.no_grad():
+        assert torch.equal(torch.autograd.grad(inner_product(v, f), W)[0], expected)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace_debias import Laplace
+from laplace_debias import Laplace, linearized_predictive, sweep_prior_precision
 from laplace_debias.network.runnable import check_runnable
 from tests.oracles_predictive import dense_covariance, marginal
 
@@ -92,6 +92,42 @@ def test_autocast_belongs_into_the_forward_pass():
     found = half.output_moments(X)[1]
     assert (found - expected).abs().max() < 0.02 * expected.abs().max()
     assert not torch.equal(found, expected)
+
+
+PREDICTIONS = {
+    **{
+        link: lambda la, link=link: la(X, link_approx=link, generator=generator())
+        for link in ("probit", "mc", "bridge", "bridge_norm")
+    },
+    "nn": lambda la: la(X, pred_type="nn", link_approx="mc", generator=generator()),
+    "moments": lambda la: la.output_moments(X)[1],
+    "joint": lambda la: la.output_moments(X, joint=True)[1],
+    "functional samples": lambda la: la.functional_samples(X, generator=generator()),
+    "weight samples": lambda la: la.sample(5, generator()),
+    "marginal likelihood": lambda la: la.log_marginal_likelihood(),
+    "sampled moments": lambda la: la.predictor().sampled(X, 20, generator()).covariance,
+    "many priors": lambda la: linearized_predictive(la, X, PRIORS).covariance,
+    "sweep": lambda la: torch.tensor(sweep_prior_precision(la, BATCHES, PRIORS).values["nll"]),
+}
+PRIORS = torch.logspace(-2, 2, 20)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+@pytest.mark.parametrize("kind", PREDICTIONS)
+def test_predictions_inside_autocast_are_those_outside_to_the_bit(subset, kind):
+    """Nothing that was made inside or outside is kept for the other."""
+    found = []
+    for inside in (True, False):
+        la = Laplace(network(), "classification", subset, "kron", debias=True)
+        la.fit(BATCHES, n_data=9)
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            found.append(PREDICTIONS[kind](la))
+            assert torch.is_autocast_enabled("cpu") == inside
+    assert torch.equal(*found) and found[0].dtype != torch.bfloat16
 
 
 def test_old_weight_norms_are_named_with_their_successors():

@@ -7,8 +7,12 @@ import torch
 from torch import Tensor
 
 from laplace_debias import Laplace
+from laplace_debias.data.roles import TrainingData
+from laplace_debias.debias.options import AutoOptions
+from laplace_debias.debias.rounds import Rounds
+from laplace_debias.kfac.engine import Engine
 from tests import oracles
-from tests.network.test_check import assert_prediction, batches, routed
+from tests.network.test_check import EXACT, assert_prediction, batches, routed
 from tests.posterior.test_architectures import assert_posterior, heldout
 
 N = 50
@@ -100,3 +104,54 @@ def test_crossfit_refuses_a_layer_that_one_fold_alone_reaches():
     la = Laplace(routed(), "classification", "all", "kron", debias="crossfit")
     with pytest.raises(ValueError, match="two folds to reach the layer of 'right.weight'.*Remedy"):
         la.fit(data(MIXED, [LEFT] * 6), n_data=N)
+
+
+@pytest.mark.parametrize("second", [MIXED, [RIGHT] * 4 + [LEFT] * 2, [LEFT] * 6])
+def test_a_fit_to_a_tolerance_ends_at_the_full_batch_of_the_data_that_reach_a_layer(second):
+    model, pairs = routed(), data(MIXED, second)
+    la = Laplace(model, "classification", "all", "kron", debias="auto", tolerance=1e-9)
+    la.fit(pairs, n_data=12)
+    expected = flat(role(model, *(torch.cat(part) for part in zip(*pairs, strict=True))))
+    matrix = torch.block_diag(*(B if not A else torch.kron(B, *A) for B, *A in expected))
+    torch.testing.assert_close(la.H.to_matrix(), matrix * 12 / N, **EXACT)
+    assert_prediction(la, torch.cat([X for X, _ in pairs])[3:10])
+
+
+def test_drawn_pairs_are_those_of_the_data_that_reach_a_layer():
+    """Many draws of a part of the pairs have the full batch's output factors as their mean."""
+    model, pairs = routed(), data(MIXED, [RIGHT] * 4 + [LEFT] * 2)
+    X, y = (torch.cat(part) for part in zip(*pairs, strict=True))
+    expected = {name: B * len(y) / N for name, (B, _, _) in role(model, X, y).items()}
+    found = {name: [] for name in ("left", "right")}
+    for seed in range(200):
+        engine = Engine(model, "classification")
+        options = AutoOptions(n_passes=12, generator=torch.Generator().manual_seed(seed))
+        rounds = Rounds(engine, TrainingData(pairs, None, len(y), X.device), options)
+        rounds.grow(12)
+        rounds.draw(12)
+        for factor in rounds.factors:
+            name = "left" if factor.key == (model.left,) else "right"
+            found[name].append(factor.estimate(range(4), rounds.scale))
+    for name, estimates in found.items():
+        draws = torch.stack(estimates)
+        error = draws.std(0) / len(draws) ** 0.5
+        assert ((draws.mean(0) - expected[name]).abs() < 4 * error + 1e-12).all()
+        assert (error < 0.1 * expected[name].diagonal().max()).all()
+
+
+@pytest.mark.parametrize("debias", ["single", "two-batch", "crossfit", "auto"])
+def test_the_last_layer_of_a_routed_network_is_the_features_own(debias):
+    """The same posterior as of the head alone, on features that were computed before."""
+    model, pairs = routed(), data(MIXED, [RIGHT] * 4 + [LEFT] * 2)
+    la = Laplace(model, "classification", "last_layer", "kron", debias=debias)
+    la.fit(pairs, n_data=12)
+    features = []
+    handle = model.head.register_forward_pre_hook(lambda _, args: features.append(args[0]))
+    with torch.no_grad():
+        for X, _ in pairs:
+            model(X)
+    handle.remove()
+    head = Laplace(model.head, "classification", "all", "kron", debias=debias)
+    head.fit([(phi, y) for phi, (_, y) in zip(features, pairs, strict=True)], n_data=12)
+    torch.testing.assert_close(la.H.to_matrix(), head.H.to_matrix(), **EXACT)
+    torch.testing.assert_close(la(pairs[0][0]), head(features[0]), **EXACT)
