@@ -26,6 +26,8 @@ PLAIN = ("single", "two-batch")
 DRAWN = {
     "crossfit": {"n_folds": 3, "n_curvature": 100},
     "crossfit-inputs": {"n_curvature": 45, "n_input": 90},
+    "auto": {"tolerance": 0.01},
+    "auto-passes": {"tolerance": None, "n_passes": 150, "n_pool": 100},
     "crossfit-drawn": {"sampling": "curvature", "n_curvature": 40, "n_input": 60, "n_folds": 3},
 }
 """Options of methods with folds or draws, by the kind of fit."""
@@ -51,7 +53,8 @@ def fit(
         Slow(X[120:], y[120:]), 8, shuffle=True, generator=torch.Generator().manual_seed(seed)
     )
     debias = kind.split("-")[0] if kind in DRAWN else kind
-    given = {"fisher": "mc", "generator": torch.Generator().manual_seed(seed)}
+    given = {} if debias == "auto" else {"fisher": "mc"}
+    given |= {"generator": torch.Generator().manual_seed(seed)}
     la = Laplace(
         model or cases.MLP.model(), "classification", "all", "kron", debias=debias, verify=False,
         **{**given, **DRAWN.get(kind, {}), **options},

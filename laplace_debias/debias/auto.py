@@ -29,9 +29,11 @@ from laplace_debias.debias.certificate import (
     log_deviations,
     probe_gradients,
 )
+from laplace_debias.debias.checkpoint import Checkpoint
 from laplace_debias.debias.drawn import corrected_block
 from laplace_debias.debias.drawn_rows import N_GROUPS
 from laplace_debias.debias.eigen import EigenFactors, eigh_float64
+from laplace_debias.debias.kept_rounds import KeptRounds
 from laplace_debias.debias.options import AutoOptions
 from laplace_debias.debias.rounds import Rounds
 from laplace_debias.debias.shared_eigen import eigh_shared
@@ -54,6 +56,7 @@ def fit_auto(
     *,
     correct: bool = True,
     progress_bar: bool | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> FitResult:
     """Fit to a tolerance, or with a given number of backward passes.
 
@@ -64,6 +67,7 @@ def fit_auto(
         ridges: Prior precision over the Hessian factor of each block, ``[n_blocks]``.
         correct: Whether to correct eigenvalues for the inverse.
         progress_bar: Whether to show one, advanced by passes, forward and backward.
+        checkpoint: Where to keep what was done so far, and to go on from; for one process.
 
     Returns:
         The fit with its report.
@@ -86,9 +90,12 @@ def fit_auto(
     if engine.draw_seed is not None:  # processes draw alike
         generator = torch.Generator().manual_seed(engine.draw_seed)
         options = replace(options, generator=generator)
+    if checkpoint is not None:
+        checkpoint.begin(engine.cost)  # the pool's order is drawn
     with bar(shown=progress_bar, total=0, unit="pass") as shown:
         rounds = Rounds(engine, data, options, shown)
-        return _Fit(rounds, ridges.double(), correct).fit()
+        kept = None if checkpoint is None else KeptRounds(rounds, checkpoint)
+        return _Fit(rounds, ridges.double(), correct, kept).fit()
 
 
 def _check_blocks(engine: EngineInterface) -> None:
@@ -105,10 +112,12 @@ def _check_blocks(engine: EngineInterface) -> None:
 class _Fit:
     """One fit: how many rounds, and what comes of them."""
 
-    def __init__(self, rounds: Rounds, ridges: Tensor, correct: bool) -> None:
-        self.rounds, self.ridges, self.correct = rounds, ridges, correct
+    def __init__(
+        self, rounds: Rounds, ridges: Tensor, correct: bool, kept: KeptRounds | None = None
+    ) -> None:
+        self.rounds, self.ridges, self.correct, self.kept = rounds, ridges, correct, kept
         self.engine, self.options = rounds.engine, rounds.options
-        self.began = time.perf_counter()
+        self.began = time.perf_counter() if kept is None else kept.began
         self.probes: list[Tensor] | None = None
         self._rotated: tuple[object, list[Tensor]] | None = None
 
@@ -129,8 +138,12 @@ class _Fit:
         m = self._passes(FIRST_ROUND)
         if self.options.tolerance is None and self.options.n_passes is not None:
             m = self.options.n_passes
+        if self.kept is not None and self.kept.own:
+            m, self.probes = self.kept.own["m"], self.kept.own["probes"]
         while True:
             begin = time.perf_counter()
+            if self.kept is not None:
+                self.kept.begin_round(m=m, probes=self.probes)
             self.rounds.grow(self.spent + m)
             if self.rounds.factors:
                 left = self.rounds.n_left() if self.rounds.stale is None else 0

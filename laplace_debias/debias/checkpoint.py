@@ -154,20 +154,29 @@ class Checkpoint:
         Raises:
             ValueError: If the data are not those of the earlier call.
         """
-        if self._saved is not None:
-            for _ in range(self._saved["done"]):
-                item = next(batches, None)
-                if item is None:
-                    break
-                self._ahead.append(_digest(*item))
-                self._commit()
-            if (self.done, self._digest) != (self._saved["done"], self._saved["digest"]):
-                raise ValueError(
-                    f"Expected the data of the interrupted fit in {self.path}, got others within "
-                    f"its first {self._saved['done']} mini-batches. Remedy: pass the same data in "
-                    "the same order (a seeded sampler, no random augmentation), or delete the file."
-                )
-            self._restore(self._saved["position"])
+        self.read_again(batches)
+        yield from self.noted(batches)
+
+    def read_again(self, batches: Iterator[tuple[str, Batch]]) -> None:
+        """Read what an earlier call has passed, and compare; see :meth:`following`."""
+        if self._saved is None:
+            return
+        for _ in range(self._saved["done"]):
+            item = next(batches, None)
+            if item is None:
+                break
+            self._ahead.append(_digest(*item))
+            self._commit()
+        if (self.done, self._digest) != (self._saved["done"], self._saved["digest"]):
+            raise ValueError(
+                f"Expected the data of the interrupted fit in {self.path}, got others within "
+                f"its first {self._saved['done']} mini-batches. Remedy: pass the same data in "
+                "the same order (a seeded sampler, no random augmentation), or delete the file."
+            )
+        self._restore(self._saved["position"])
+
+    def noted(self, batches: Iterator[tuple[str, Batch]]) -> Iterator[tuple[str, Batch]]:
+        """The same mini-batches, whose digests are noted on the way."""
         for item in batches:
             self._ahead.append(_digest(*item))
             yield item
@@ -186,6 +195,10 @@ class Checkpoint:
                 tuples and dictionaries.
         """
         self._commit()
+        self.moved(cost, **content)
+
+    def moved(self, cost: FitCost, **content: Any) -> None:
+        """The same for work without a mini-batch of its own: where generators stand now is kept."""
         self._position = self._states()  # before the next mini-batch is read, which draws as well
         if time.monotonic() - self._written >= self.seconds:
             self.write(cost, **content)

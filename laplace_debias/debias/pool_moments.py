@@ -95,6 +95,10 @@ class PoolMoments:
         self._sums = added_sums(self._sums, sums_of(X))
         self.size += len(y)
 
+    def begin_with(self, X: Inputs) -> None:
+        """Note the inputs of the first mini-batch, which probes are taken from."""
+        self._first = X
+
     def counted(self, n: int) -> None:
         """Note that all processes together have passed a mini-batch of n data."""
         self._sizes[0 if self._sizes[0] <= self._sizes[1] else 1] += n

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -52,6 +52,7 @@ class Rounds:
         drawn: Weights and groups of all draws.
         factors: Output factors of all layers but the network's output.
         n_drawn: Number of pairs that were propagated back.
+        reading: Lets the pool of a single process grow, as :meth:`Pool.grow` does.
 
     Raises:
         ValueError: If scores do not fit the data, or there are more data than N.
@@ -80,6 +81,7 @@ class Rounds:
     ) -> None:
         self.engine, self.data, self.options, self.bar = engine, data, options, bar
         self.pool = Pool(data, options.generator)
+        self.reading: Callable[[int], Iterator[Batch]] = self.pool.grow
         self.moments = PoolMoments(engine)
         self.drawn = DrawnRows()
         self.factors: list[DrawnFactor] = []
@@ -117,7 +119,7 @@ class Rounds:
             size = STALE_POOL
         if processes() is None:
             self._expect("scores", min(size, self.data.n_data) - self.pool.size)
-            for X, y in self.pool.grow(size):
+            for X, y in self.reading(size):
                 self.moments.add(X, y)
                 if self.bar is not None:
                     self.bar.update(len(y))
@@ -126,11 +128,14 @@ class Rounds:
         self.data.check_seen({"pool": self.pool.size}, disjoint=True)
         self.pool.ended = self.pool.ended or self.pool.size >= self.data.n_data
         if not self.factors:
-            at_output = self.moments.inputs.at_output
-            pairs = zip(self.engine.owned, at_output, strict=True)
-            inner = {rows_key(p): None for p, last in pairs if not last}  # an ordered set
-            device = next(self.engine.root.parameters()).device
-            self.factors = [DrawnFactor(key, device=device) for key in inner]
+            self.make_factors()
+
+    def make_factors(self) -> None:
+        """Begin the output factors of all layers but the network's output."""
+        pairs = zip(self.engine.owned, self.moments.inputs.at_output, strict=True)
+        inner = {rows_key(p): None for p, last in pairs if not last}  # an ordered set
+        device = next(self.engine.root.parameters()).device
+        self.factors = [DrawnFactor(key, device=device) for key in inner]
 
     def _grow_together(self, size: int) -> None:
         """The same in step with other processes."""

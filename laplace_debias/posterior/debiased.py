@@ -295,7 +295,7 @@ class DebiasedPosterior(_Base):
             watched: Any = {"progress_bar": progress_bar, "checkpoint": kept}
             if isinstance(self.options, AutoOptions) and isinstance(engine, Engine):
                 ridges = self._ridges(len(engine.names))
-                fitted = fit_auto(engine, data, self.options, ridges, progress_bar=progress_bar)
+                fitted = fit_auto(engine, data, self.options, ridges, **watched)
             elif isinstance(self.options, CrossfitOptions) and isinstance(engine, Engine):
                 fitted = fit_crossfit(engine, data, self.options, **watched)
             else:

@@ -9,14 +9,14 @@ from laplace_debias.data.map_style import is_map_style
 from laplace_debias.data.processes import processes
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.checkpoint import Checkpoint, generators_of
-from laplace_debias.debias.options import CROSSFIT, SINGLE, TWO_BATCH, CrossfitOptions
+from laplace_debias.debias.options import AUTO, CROSSFIT, SINGLE, TWO_BATCH, CrossfitOptions
 from laplace_debias.kfac.interface import EngineInterface, FactorEngine
 from laplace_debias.storage.fingerprints import model_hash, plain_options
 
 __all__ = ["check_resumable", "fit_checkpoint"]
 
 _OPTIONS = ("debias", "kfac_approx", "fisher", "sampler", "objective")
-_RESUMED = (SINGLE, TWO_BATCH, CROSSFIT)
+_RESUMED = (SINGLE, TWO_BATCH, CROSSFIT, AUTO)
 
 
 def check_resumable(debias: str, *, override: bool) -> None:
@@ -79,7 +79,7 @@ def fit_checkpoint(
             f"checkpoint, got {type(data.loader).__name__}, a stream. Remedy: sampling='uniform', "
             "or leave `checkpoint` out."
         )
-    draws = la.fisher == "mc" or sampled
+    draws = la.fisher == "mc" or sampled or la.debias == AUTO
     if draws and la.generator is None and data.device.type != "cpu":
         raise ValueError(
             f"Expected a `generator` for random draws with a checkpoint on {data.device}, got "
@@ -88,6 +88,8 @@ def fit_checkpoint(
     options = {name: getattr(la, name) for name in _OPTIONS}
     if la.options is not None:  # of the method; generators are kept by their states
         options |= {name: getattr(la.options, name) for name in la.options.names()}
+    if la.debias == AUTO:  # its eigenvalues are made for these
+        options |= {name: getattr(la, name) for name in ("prior_precision", "sigma_noise")}
     about = {
         "model": model_hash(la.model),
         "class": type(la).__name__,

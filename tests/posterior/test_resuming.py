@@ -112,13 +112,24 @@ def test_a_checkpoint_of_other_folds_is_refused(interrupted):
         fit("crossfit", path, data_seed=3)
 
 
+@pytest.mark.filterwarnings("ignore:The fit stops")
+def test_a_checkpoint_of_another_prior_is_refused_by_auto(interrupted):
+    path = interrupted(5, "auto")
+    for change in ("prior_precision", "tolerance"):
+        with pytest.raises(ValueError, match=f"differs in {change}"):
+            fit("auto", path, **{change: 0.5})
+    with pytest.raises(ValueError, match="the data of the interrupted fit"):
+        fit("auto", path, data_seed=3)
+    assert fit("auto", path) == fit("auto")
+
+
 def test_what_is_no_checkpoint_is_refused(tmp_path):
     (tmp_path / "a").write_text("other")
     with pytest.raises(ValueError, match="cannot be read as one"):
         fit("single", tmp_path / "a")
-    la = Laplace(cases.MLP.model(), "classification", "all", "kron", debias="auto")
+    la = Laplace(cases.MLP.model(), "classification", "all", "kron", debias="single")
     with pytest.raises(ValueError, match="Expected `checkpoint` with debias in"):
-        la.fit(cases.MLP.data(5), n_data=9, checkpoint=tmp_path / "b")
+        la.fit(cases.MLP.data(5), override=False, n_data=9, checkpoint=tmp_path / "b")
     more = {"debias": "crossfit", "sampling": "curvature"}
     la = Laplace(cases.MLP.model(), "classification", "all", "kron", **more)
     with pytest.raises(ValueError, match="Expected a DataLoader over a map-style dataset"):
