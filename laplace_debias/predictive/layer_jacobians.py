@@ -23,7 +23,12 @@ from laplace_debias.network.verify import verify_data
 from laplace_debias.predictive import contractions as maths
 from laplace_debias.predictive.eigenblocks import EigenBlock
 from laplace_debias.predictive.last_layer import last_layer_moments
-from laplace_debias.predictive.output_gradients import OutputGradients, all_classes, grouped_moments
+from laplace_debias.predictive.output_gradients import (
+    OutputGradients,
+    all_classes,
+    grouped_moments,
+    with_exact,
+)
 from laplace_debias.predictive.position_pairs import pair_moments, pairs_pay
 from laplace_debias.predictive.probing import (
     Capture,
@@ -126,7 +131,7 @@ class LayerJacobians:
         mode: str,
         posteriors: Sequence[list[EigenBlock]],
         at_once: int | None = None,
-        choose: Callable[[Tensor], Tensor] | None = None,
+        choose: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
         *,
         apart: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
@@ -141,8 +146,8 @@ class LayerJacobians:
             posteriors: Blocks of each posterior, for the same parameters as this object's.
             at_once: Most outputs whose gradients are held at once; all by default. Covariances of
                 outputs in different parts take their passes once per pair of parts.
-            choose: For ``"variance"``: turns outputs into the classes ``[n, m]`` whose variances
-                are exact. Those of all others are the output layer's alone.
+            choose: For ``"variance"``: turns outputs into classes ``[n, m]`` and which of them get
+                exact variances. Those of all others are the output layer's alone.
             apart: Whether to leave the blocks apart, ``[n_blocks, ...]``, instead of their sum.
         """
         capture = run(self.model, x, self.modules, self.keep_graph)
@@ -161,14 +166,12 @@ class LayerJacobians:
                 sources[i] = found
         self._warn(slow)
         moments = partial(self._moments, x, capture, mode, posteriors, sources, others, apart)
-        classes = all_classes(capture.f) if choose is None else choose(capture.f)
+        classes, needed = (all_classes(capture.f), None) if choose is None else choose(capture.f)
         totals = grouped_moments(moments, classes, mode, capture.shape[-1], at_once, apart=apart)
-        if choose is not None:
+        if needed is not None:
             rest = [self._output_layer_moments(capture, blocks) for blocks in posteriors]
-            totals = [
-                all_of.scatter(1, classes.unsqueeze(-1).expand(total.shape), total)
-                for all_of, total in zip(rest, totals, strict=True)
-            ]
+            both = zip(rest, totals, strict=True)
+            totals = [with_exact(own, exact, classes, needed) for own, exact in both]
         if mode == "covariance":  # positions, then classes
             totals = [t.unflatten(1 + apart, capture.shape[1:-1] or (1,)) for t in totals]
             if len(capture.shape) == 2:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laplace_debias.predictive.probing import Capture, Source, call_gradients
 
-__all__ = ["OutputGradients", "all_classes", "grouped_moments", "top_classes"]
+__all__ = ["OutputGradients", "all_classes", "grouped_moments", "top_classes", "with_exact"]
 
 
 def all_classes(f: Tensor) -> Tensor:
@@ -30,8 +30,10 @@ def all_classes(f: Tensor) -> Tensor:
     return torch.arange(f.shape[1], device=f.device).expand(f.shape)
 
 
-def top_classes(f: Tensor, mass: float = 1e-4, most: int = 20) -> Tensor:
-    r"""The classes that carry the probability: all but ``mass`` of it for every datum, if few do.
+def top_classes(f: Tensor, mass: float = 1e-4, most: int = 20) -> tuple[Tensor, Tensor]:
+    r"""The classes that carry the probability: all but ``mass`` of each datum's, if few do.
+
+    What a datum needs depends on itself alone; m is what the neediest of them needs.
 
     Args:
         f: Logits ``[n, C]``.
@@ -39,16 +41,29 @@ def top_classes(f: Tensor, mass: float = 1e-4, most: int = 20) -> Tensor:
         most: Most classes to choose.
 
     Returns:
-        Indices ``[n, m]``, the most probable first; m is the same for all data.
+        Indices ``[n, m]``, the most probable first, and which of them each datum needs, ``[n, m]``.
 
     Example:
-        >>> top_classes(torch.tensor([[0.0, 30.0, 1.0], [30.0, 0.0, 1.0]]))
-        tensor([[1], [0]])
+        >>> top_classes(torch.tensor([[0.0, 30.0, 1.0], [30.0, 30.0, 1.0]]))
+        (tensor([[1, 2], [0, 1]]), tensor([[ True, False], [ True,  True]]))
     """
-    p, order = f.detach().double().softmax(-1).sort(-1, descending=True)
+    p, order = f.detach().double().softmax(-1).sort(stable=True, dim=-1, descending=True)
     left_out = 1 - p.cumsum(-1)  # after the first, the second, ...
-    needed = int((left_out > mass).sum(-1).max()) + 1
-    return order[:, : min(needed, most, f.shape[1])]
+    needed = ((left_out > mass).sum(-1) + 1).clamp(max=min(most, f.shape[1]))
+    m = int(needed.max())
+    return order[:, :m], torch.arange(m, device=f.device) < needed.unsqueeze(-1)
+
+
+def with_exact(rest: Tensor, exact: Tensor, classes: Tensor, needed: Tensor) -> Tensor:
+    """Put exact variances ``[n, m, k]`` of the needed classes ``[n, m]`` into ``rest [n, C, k]``.
+
+    Example:
+        >>> rest, classes = torch.zeros(1, 3, 1), torch.tensor([[2, 0]])
+        >>> with_exact(rest, torch.ones(1, 2, 1), classes, torch.tensor([[True, False]])).flatten()
+        tensor([0., 0., 1.])
+    """
+    index = classes.unsqueeze(-1).expand(exact.shape)
+    return rest.scatter(1, index, exact.where(needed.unsqueeze(-1), rest.gather(1, index)))
 
 
 class OutputGradients:

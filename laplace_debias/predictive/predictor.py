@@ -181,8 +181,9 @@ class StructuredPredictor:
     def top(self, x: Inputs, diagonal_output: bool = True) -> LinearizedPredictive:
         r"""Return exact variances of the classes that carry the probability.
 
-        Those are all but 1e-4 of each datum's mass, and at most 20 classes. The variances of the
-        others are the output layer's alone, in closed form: too small, where it hardly matters.
+        Those are all but 1e-4 of each datum's mass, and at most 20 classes, whatever data stand
+        beside it. The variances of the others are the output layer's alone, in closed form: too
+        small, which matters where more than 20 classes carry probability.
 
         Args:
             x: Inputs ``[n, ...]``, or a mapping of tensors.

@@ -22,12 +22,12 @@ from tests.oracles_predictive import dense_jacobian, dense_precision
 pytestmark = pytest.mark.usefixtures("double_precision")
 
 
-def many_classes(C=150, confident=True):
+def many_classes(C=150, confident=True, scale=6):
     """A posterior over a network with many classes, and some inputs."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, C))
     with torch.no_grad():
-        net[2].weight *= 6 if confident else 0.1
+        net[2].weight *= scale if confident else 0.1
     la = Laplace(net, "classification", "all", "kron", debias="single", fisher="mc")
     la.fit((torch.randn(30, 4), torch.randint(C, (30,))), n_data=300)
     return la, torch.randn(5, 4)
@@ -74,10 +74,21 @@ def test_the_budget_bounds_the_gradients_of_one_datum():
 
 def test_the_classes_that_carry_the_probability():
     f = torch.tensor([[0.0, 5.0, 5.0, -20.0], [9.0, 0.0, 0.0, 0.0]])
-    assert top_classes(f, 1e-4).shape == (2, 4) and top_classes(f, 1e-2).shape == (2, 2)
-    assert top_classes(f, 1e-4, most=2)[:, 0].tolist()[1] == 0
-    p = f.softmax(-1).gather(1, top_classes(f, 1e-2)).sum(-1)
-    assert bool((p >= 0.99).all())
+    assert top_classes(f, 1e-4)[0].shape == (2, 4) and top_classes(f, 1e-2)[0].shape == (2, 2)
+    assert top_classes(f, 1e-4, most=2)[0][:, 0].tolist()[1] == 0
+    classes, needed = top_classes(f, 1e-2)
+    p = (f.softmax(-1).gather(1, classes) * needed).sum(-1)
+    assert bool((p >= 0.99).all()) and needed.tolist() == [[True, True], [True, False]]
+
+
+def test_what_is_exact_for_a_datum_does_not_depend_on_its_company():
+    la, x = many_classes(scale=40)
+    _, needed = top_classes(la.model(x))
+    assert len(set(needed.sum(-1).tolist())) > 1
+    together = linearized_predictive(la, x, [0.5], method="top", diagonal_output=True)
+    for i in range(len(x)):
+        alone = linearized_predictive(la, x[i : i + 1], [0.5], method="top", diagonal_output=True)
+        torch.testing.assert_close(together.covariance[:, i : i + 1], alone.covariance, **EXACT)
 
 
 def test_top_variances_are_exact_where_the_probability_is_and_too_small_elsewhere():
@@ -86,8 +97,7 @@ def test_top_variances_are_exact_where_the_probability_is_and_too_small_elsewher
     assert top.method == "top"
     precision = [dense_precision(la, la.params, delta) for delta in (0.5, 5.0)]
     J = dense_jacobian(la.model, x, la.params)
-    classes = top_classes(la.model(x))
-    chosen = torch.zeros_like(top.mean, dtype=torch.bool).scatter_(1, classes, True)
+    chosen = torch.zeros_like(top.mean, dtype=torch.bool).scatter_(1, *top_classes(la.model(x)))
     for P, got in zip(precision, top.covariance, strict=True):
         exact = torch.einsum("ncp,pq,ncq->nc", J, P.inverse(), J)
         torch.testing.assert_close(got[chosen], exact[chosen], **EXACT)
