@@ -176,6 +176,7 @@ def classes_last(f: Tensor) -> Tensor:
         A view ``[n, *positions, C]``.
 
     Example:
+        >>> import torch
         >>> classes_last(torch.zeros(2, 3, 8, 8)).shape, classes_last(torch.zeros(2, 5, 3)).shape
         (torch.Size([2, 8, 8, 3]), torch.Size([2, 5, 3]))
     """
@@ -193,6 +194,7 @@ def as_outputs(values: Tensor, leading: int = 0) -> Tensor:
         A view in the shape of the network's outputs.
 
     Example:
+        >>> import torch
         >>> as_outputs(torch.zeros(2, 8, 8, 3)).shape
         torch.Size([2, 3, 8, 8])
     """
@@ -209,6 +211,7 @@ def flat_outputs(f: Tensor) -> Tensor:
         ``[n, positions * C]``; outputs ``[n, C]`` as they are.
 
     Example:
+        >>> import torch
         >>> flat_outputs(torch.zeros(2, 3, 8, 8)).shape
         torch.Size([2, 192])
     """
@@ -227,6 +230,7 @@ def check_positions(f: Tensor, likelihood: str, fisher: str = "mc") -> None:
         ValueError: For another likelihood than a classification, or the empirical Fisher.
 
     Example:
+        >>> import torch
         >>> check_positions(torch.zeros(2, 5, 3), "classification")
     """
     if f.ndim <= 2:
@@ -259,6 +263,7 @@ def weights_of_positions(f: Tensor, weights: Tensor | None) -> Tensor | None:
         ValueError: If there is neither one for each datum nor for each position.
 
     Example:
+        >>> import torch
         >>> weights_of_positions(torch.zeros(1, 2, 3), torch.tensor([4.0]))
         tensor([[4., 4.]])
     """
