@@ -279,7 +279,7 @@ class StructuredPredictor:
         x: Inputs,
         mode: str,
         posteriors: Sequence[list[EigenBlock]],
-        choose: Callable[[Tensor], Tensor] | None = None,
+        choose: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
         *,
         apart: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
