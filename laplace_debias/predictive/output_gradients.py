@@ -30,7 +30,9 @@ def all_classes(f: Tensor) -> Tensor:
     return torch.arange(f.shape[1], device=f.device).expand(f.shape)
 
 
-def top_classes(f: Tensor, mass: float = 1e-4, most: int = 20) -> tuple[Tensor, Tensor]:
+def top_classes(
+    f: Tensor, mass: float = 1e-4, most: int = 20, least: int = 1
+) -> tuple[Tensor, Tensor]:
     r"""The classes that carry the probability: all but ``mass`` of each datum's, if few do.
 
     What a datum needs depends on itself alone; m is what the neediest of them needs.
@@ -39,6 +41,7 @@ def top_classes(f: Tensor, mass: float = 1e-4, most: int = 20) -> tuple[Tensor, 
         f: Logits ``[n, C]``.
         mass: Probability that may be left out.
         most: Most classes to choose.
+        least: Fewest classes that a datum needs.
 
     Returns:
         Indices ``[n, m]``, the most probable first, and which of them each datum needs, ``[n, m]``.
@@ -49,7 +52,7 @@ def top_classes(f: Tensor, mass: float = 1e-4, most: int = 20) -> tuple[Tensor, 
     """
     p, order = f.detach().double().softmax(-1).sort(stable=True, dim=-1, descending=True)
     left_out = 1 - p.cumsum(-1)  # after the first, the second, ...
-    needed = ((left_out > mass).sum(-1) + 1).clamp(max=min(most, f.shape[1]))
+    needed = ((left_out > mass).sum(-1) + 1).clamp(least, most).clamp(max=f.shape[1])
     m = int(needed.max())
     return order[:, :m], torch.arange(m, device=f.device) < needed.unsqueeze(-1)
 

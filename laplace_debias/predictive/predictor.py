@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from laplace.baselaplace import KronLaplace
@@ -181,8 +182,8 @@ class StructuredPredictor:
     def top(self, x: Inputs, diagonal_output: bool = True) -> LinearizedPredictive:
         r"""Return exact variances of the classes that carry the probability.
 
-        Those are all but 1e-4 of each datum's mass, and at most 20 classes, whatever data stand
-        beside it. The variances of the others are the output layer's alone, in closed form: too
+        Those are all but 1e-4 of each datum's mass, and 5 to 20 classes, whatever data stand beside
+        it. The variances of the others are the output layer's alone, in closed form: too
         small, which matters where more than 20 classes carry probability.
 
         Args:
@@ -207,7 +208,8 @@ class StructuredPredictor:
                     "Expected a network that ends in an nn.Linear with Bayesian parameters for "
                     "method='top', got another one. Remedy: method='samples' or 'exact'."
                 )
-            f, (moments,) = self._all_layers(x, "variance", [self.blocks], top_classes)
+            choose = partial(top_classes, least=5)
+            f, (moments,) = self._all_layers(x, "variance", [self.blocks], choose)
         if not self.keep_graph:
             f, moments = f.detach(), moments.detach()
         return self._result(f, moments, "top")
