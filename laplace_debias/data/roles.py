@@ -215,10 +215,16 @@ def _own_size(
                 f"Expected a loader of mini-batches, got the dataset {type(train_loader).__name__} "
                 "itself. Remedy: `DataLoader(dataset, batch_size=..., shuffle=True)`."
             ) from None
+        if hasattr(train_loader, "shape"):
+            raise ValueError(
+                f"Expected a loader of mini-batches (x, y), got a {type(train_loader).__name__} of "
+                f"shape {list(train_loader.shape)}. Remedy: `DataLoader(TensorDataset(X, y), "
+                "batch_size=..., shuffle=True)`, with X and y as tensors."
+            ) from None
         kind = "no `.dataset`" if dataset is None else f"a {type(dataset).__name__} without length"
         raise ValueError(
-            f"Expected a loader whose dataset has a length, or `n_data`; got {kind} and "
-            f"`n_data=None`. {remedy}"
+            f"Expected a loader whose dataset has a length, or `n_data`; got a "
+            f"{type(train_loader).__name__} with {kind} and `n_data=None`. {remedy}"
         ) from None
 
 

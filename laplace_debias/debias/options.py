@@ -93,12 +93,12 @@ class AutoOptions:
 
     def __post_init__(self) -> None:
         """Check what can be checked without data."""
-        for name in ("tolerance", "max_seconds"):
+        for name, below in (("tolerance", 1.0), ("max_seconds", float("inf"))):
             value = getattr(self, name)
-            if value is not None and not 0 < float(value) < float("inf"):
+            if value is not None and not 0 < float(value) < below:
                 raise ValueError(
-                    f"Expected a positive, finite `{name}`, got {value!r}. Remedy: tolerance=0.05 "
-                    "asks for standard deviations within 5 % of the full batch's."
+                    f"Expected a positive `{name}` below {below:g}, got {value!r}. Remedy: "
+                    "tolerance=0.05 asks for standard deviations within 5 % of the full batch's."
                 )
         for name, least in (("n_passes", MIN_PASSES), ("n_pool", MIN_PASSES)):
             value = getattr(self, name)

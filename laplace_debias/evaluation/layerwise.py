@@ -23,7 +23,7 @@ from laplace_debias.data.reading import read
 from laplace_debias.evaluation.regression import gaussian_nll, with_noise
 from laplace_debias.evaluation.tuning_result import LayerwiseTrial
 from laplace_debias.network.loss import likelihood_name
-from laplace_debias.network.upstream import device_of, row_keys
+from laplace_debias.network.upstream import device_of, noise_of, row_keys
 from laplace_debias.predictive.links import class_log_probabilities
 from laplace_debias.predictive.predictions import DEFAULT_MEMORY_BUDGET, GridPredictor, PredictorOf
 
@@ -65,6 +65,8 @@ def layerwise_trial(
     logit_temperature: float = 1.0,
     *,
     predictor_of: PredictorOf,
+    noise_scale: float = 1.0,
+    bounds: tuple[float, float] = (0.0, math.inf),
     n_steps: int = 150,
     lr: float = 0.05,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
@@ -77,10 +79,13 @@ def layerwise_trial(
     Args:
         la: A fitted ``KronLaplace`` or ``KronLLLaplace``; it is left as it is.
         loader: Mini-batches ``(x, y)`` or mappings, or one such mini-batch.
-        prior_precision: The scalar prior precision to start from.
+        prior_precision: The scalar prior precision to start from, at the present ``sigma_noise``.
         logit_temperature: T, which stays.
         predictor_of: Makes the linearised predictive of ``la`` at given prior precisions:
             :class:`~laplace_debias.predictive.predictor.StructuredPredictor`.
+        noise_scale: By which a regression's ``sigma_noise`` is to be multiplied; what is found
+            belongs to that noise.
+        bounds: Smallest and largest prior precision to try, at the present ``sigma_noise``.
         n_steps: Steps of Adam.
         lr: Their learning rate; positions are between -1 and 1.
         memory_budget: Bytes for what every block adds to every variance; of more data only as many
@@ -93,6 +98,12 @@ def layerwise_trial(
     regression = likelihood_name(la.likelihood) == "regression"
     like = torch.empty(0, dtype=torch.float64, device=device_of(la))
     nodes = chebyshev(N_NODES, like)
+    sigma = noise_of(la)
+    low, high = (
+        math.log10(max(end, 1e-300) / prior_precision) / DECADES if end < math.inf else 1.0
+        for end in bounds
+    )
+    ends = max(-1.0, min(0.0, low)), min(1.0, max(0.0, high))
     deltas = prior_precision * 10 ** (DECADES * nodes)
     predictor = predictor_of(la, deltas, keep_graph=False)
     means, moments, targets = _moments(
@@ -106,7 +117,7 @@ def layerwise_trial(
         variance = torch.einsum("b...r,br->...", part, c)
         f, y = means[half].double(), targets[half]
         if regression:
-            return gaussian_nll(f, with_noise(variance, la.sigma_noise), y.to(f))
+            return gaussian_nll(f, noise_scale**2 * with_noise(variance, sigma), y.to(f))
         T = logit_temperature
         log_probs = class_log_probabilities(f / T, variance / T**2, "probit", diagonal=True)
         if y.is_floating_point():
@@ -114,14 +125,15 @@ def layerwise_trial(
         return -log_probs.gather(-1, y[:, None]).squeeze(-1)
 
     first, second = slice(0, None, 2), slice(1, None, 2)
-    t = _descend(lambda t: losses(t, first).mean(), torch.zeros(len(moments)).to(like), n_steps, lr)
+    start = torch.zeros(len(moments)).to(like)
+    t = _descend(lambda t: losses(t, first).mean(), start, ends, n_steps, lr)
     with torch.no_grad():
         zero = torch.zeros_like(t)
         seen = [float(losses(at, first).mean()) for at in (zero, t)]
         before, after = (losses(at, second) for at in (zero, t))
         gain = before - after
         error = float(gain.std() / math.sqrt(len(gain))) if len(gain) > 1 else math.inf
-    chosen = prior_precision * 10 ** (DECADES * t)
+    chosen = prior_precision * 10 ** (DECADES * t) / noise_scale**2
     return LayerwiseTrial(
         tuple(chosen.tolist()),
         (seen[0], seen[1]),
@@ -131,8 +143,14 @@ def layerwise_trial(
     )
 
 
-def _descend(loss: Callable[[Tensor], Tensor], t: Tensor, n_steps: int, lr: float) -> Tensor:
-    """The best place that projected steps of Adam found in [-1, 1]."""
+def _descend(
+    loss: Callable[[Tensor], Tensor],
+    t: Tensor,
+    ends: tuple[float, float],
+    n_steps: int,
+    lr: float,
+) -> Tensor:
+    """The best place that projected steps of Adam found between two ends."""
     with torch.inference_mode(False), torch.enable_grad():
         t = t.clone().requires_grad_(True)
         optimiser = torch.optim.Adam([t], lr)
@@ -145,7 +163,7 @@ def _descend(loss: Callable[[Tensor], Tensor], t: Tensor, n_steps: int, lr: floa
             value.backward()
             optimiser.step()
             with torch.no_grad():
-                t.clamp_(-1, 1)
+                t.clamp_(*ends)
     return best
 
 

@@ -113,6 +113,27 @@ class GaussianNLL(GaussianMetric):
         return gaussian_nll(mean, covariance, targets)
 
 
+class ScaledResiduals(GaussianMetric):
+    r"""Squared residuals in units of the predicted covariance, per output; 1 if that is right.
+
+    The mean of :math:`(y - \mu)^\top \Sigma^{-1} (y - \mu) / D`: the factor by which all
+    covariances would have to be multiplied for the lowest NLL.
+
+    Example:
+        >>> metric = ScaledResiduals(sigma_noise=1.0)
+        >>> metric.update(torch.zeros(1, 1), torch.zeros(1, 1, 1), torch.tensor([[0.5]]))
+        >>> metric.compute().item()
+        0.25
+    """
+
+    def values(self, mean: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
+        """Return squared, whitened residuals averaged over outputs, ``[n]``."""
+        L, info = torch.linalg.cholesky_ex(covariance)
+        residual = (targets - mean).unsqueeze(-1)
+        white = torch.linalg.solve_triangular(L, residual, upper=False).squeeze(-1)  # [n, D]
+        return white.square().mean(-1).masked_fill(info > 0, math.nan)
+
+
 class MSE(GaussianMetric):
     """Squared error of the mean, averaged over data and outputs.
 

@@ -4,10 +4,17 @@ The logits of the linearised network are Gaussian with means :math:`\mu` and cov
 :math:`\Sigma(\delta)`. Divided by :math:`T` they have means :math:`\mu / T` and covariances
 :math:`\Sigma(\delta) / T^2`: every T of a grid comes from the moments of one pass, as every
 :math:`\delta` does.
+
+A regression has no logits, but a noise :math:`\sigma`. With noise :math:`s \sigma` and prior
+precision :math:`\delta` the posterior precision is :math:`(H / \sigma^2 + s^2 \delta) / s^2`, so
+that :math:`\Sigma(\delta; s \sigma) = s^2\, \Sigma(s^2 \delta; \sigma)`: for every ridge
+:math:`s^2 \delta` of the grid, all covariances of targets scale with :math:`s^2`, and the NLL is
+lowest at :math:`s^2 = \mathrm{mean}\, r^\top (\Sigma + \sigma^2)^{-1} r / D`, r the residuals.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,10 +29,11 @@ from laplace_debias.data.processes import counted, together, total
 from laplace_debias.data.reading import read
 from laplace_debias.evaluation.layerwise import layerwise_trial
 from laplace_debias.evaluation.predictors import for_metrics, ignore_index_of
+from laplace_debias.evaluation.regression import ScaledResiduals
 from laplace_debias.evaluation.table import fresh_metrics
 from laplace_debias.evaluation.tuning_result import LayerwiseTrial, TuningResult
 from laplace_debias.network.loss import likelihood_name
-from laplace_debias.network.upstream import device_of
+from laplace_debias.network.upstream import device_of, noise_of
 from laplace_debias.predictive.eigenblocks import PriorPrecisions, check_fitted, default_grid
 from laplace_debias.predictive.links import (
     check_link,
@@ -67,6 +75,7 @@ def tune(
     predictor_of: PredictorOf,
     prior_precisions: PriorPrecisions | None = None,
     logit_temperatures: Sequence[float] | None = None,
+    noise: bool = True,
     layerwise: bool = True,
     link_approx: str = "probit",
     n_samples: int = 100,
@@ -74,6 +83,9 @@ def tune(
     progress_bar: bool | None = None,
 ) -> TuningResult:
     r"""Find prior precision and logit temperature on validation data; ``la`` is left as it is.
+
+    A regression has a ``sigma_noise`` in place of a temperature: the best one for every prior
+    precision is known in closed form.
 
     All pairs of the grid come from one pass. Then one more pass prepares a prior precision per
     parameter tensor, found by gradient steps on every other datum and kept only where the data in
@@ -93,6 +105,8 @@ def tune(
         prior_precisions: k numbers; by default
             :func:`~laplace_debias.predictive.eigenblocks.default_grid`.
         logit_temperatures: By default 17 from 1/4 to 4; a regression has none.
+        noise: Whether to scale the ``sigma_noise`` of a regression as well, for the objective
+            ``"nll"``; with ``False`` it stays what the user said.
         layerwise: Whether to try a prior precision per parameter tensor: for the objective
             ``"nll"``, with the link ``"probit"`` or for regression.
         link_approx: Link approximation; use the one you predict with.
@@ -133,9 +147,14 @@ def tune(
         )
     k = len(deltas)
     # the last row is the plain network's
+    sigma = noise_of(la)
     copies = fresh_metrics(
-        [objective], (k + 1) * len(Ts), likelihood, sigma_noise=la.sigma_noise, device=deltas.device
+        [objective], (k + 1) * len(Ts), likelihood, sigma_noise=sigma, device=deltas.device
     )[objective]
+    scales = [
+        ScaledResiduals(sigma).to(deltas.device)
+        for _ in range(k + 1 if regression and noise and objective == "nll" else 0)
+    ]
     direction = copies[0].higher_is_better
     if direction is None:
         raise ValueError(
@@ -168,19 +187,27 @@ def tune(
                     n_rows = n_rows if labels else len(targets)
                     if len(targets):
                         copies[i * len(Ts) + j].update(*rows, targets)
+                        for metric in scales[i : i + 1]:
+                            metric.update(*rows, targets)
             n_data += n_rows
     n_data, apart = counted(n_data), not total(int(not apart))
     flat = [float(metric.compute()) for metric in copies]
+    squares = [float(metric.compute()) for metric in scales] or [1.0] * (k + 1)
+    if scales:
+        D = la.n_outputs
+        flat = [scaled_nll(nll, s2, D) for nll, s2 in zip(flat, squares, strict=True)]
     values = [tuple(flat[i : i + len(Ts)]) for i in range(0, len(flat), len(Ts))]
+    ridges = deltas[:, 0].tolist()
     found = TuningResult(
         objective=objective,
         higher_is_better=direction,
-        prior_precisions=tuple(deltas[:, 0].tolist()),
+        prior_precisions=tuple(d / s2 for d, s2 in zip(ridges, squares, strict=False)),
         logit_temperatures=Ts,
         values=tuple(values[:-1]),
         plain=values[-1],
         n_data=n_data,
         link_approx=None if regression else link_approx,
+        noise_scales=tuple(map(math.sqrt, squares[:-1])) if scales else None,
     )
     for text in found.warnings() if is_main() else ():
         warnings.warn(text, stacklevel=3)
@@ -189,8 +216,31 @@ def tune(
         return found
     i, j = found.best_index
     options: dict[str, Any] = {"predictor_of": predictor_of, "progress_bar": progress_bar}
-    trial = layerwise_trial(la, val_loader, float(deltas[i, 0]), Ts[j], **options)
+    # what no point of the grid has seen is not for gradients to find
+    options["bounds"] = (min(ridges), max(ridges))
+    options["noise_scale"] = found.noise_scale
+    trial = layerwise_trial(la, val_loader, ridges[i], Ts[j], **options)
     return found.with_trial(trial)
+
+
+def scaled_nll(nll: float, square: float, n_outputs: int) -> float:
+    r"""NLL after covariances were multiplied by what fits best.
+
+    With :math:`s^2` the mean of :math:`r^\top \Sigma^{-1} r / D`, the NLL of covariances
+    :math:`s^2 \Sigma` is that of :math:`\Sigma` plus :math:`\frac D2 (1 - s^2 + \log s^2)`.
+
+    Args:
+        nll: Mean NLL with covariances :math:`\Sigma`.
+        square: :math:`s^2`.
+        n_outputs: D.
+
+    Example:
+        >>> round(scaled_nll(1.0, 1.0, 3), 6)
+        1.0
+    """
+    if not square > 0:
+        return math.nan
+    return nll + 0.5 * n_outputs * (1 - square + math.log(square))
 
 
 def _temperatures(given: Sequence[float] | None, regression: bool) -> tuple[float, ...]:

@@ -58,6 +58,8 @@ class TuningResult(ExportedResult):
         n_data: Number of validation data.
         link_approx: The link approximation (``None`` for a regression).
         layerwise: The prior precision per layer that was tried, if one was.
+        noise_scales: ``[k]``, by how much the ``sigma_noise`` of a regression is best multiplied
+            at each prior precision, if it was tuned.
 
     Example:
         >>> values = ((0.5, 0.6), (0.3, 0.4), (0.35, 0.5))
@@ -77,6 +79,7 @@ class TuningResult(ExportedResult):
     n_data: int
     link_approx: str | None
     layerwise: LayerwiseTrial | None = None
+    noise_scales: tuple[float, ...] | None = None
 
     @property
     def best_index(self) -> tuple[int, int]:
@@ -117,6 +120,11 @@ class TuningResult(ExportedResult):
         """The temperature that was chosen."""
         return self.logit_temperatures[self.best_index[1]]
 
+    @property
+    def noise_scale(self) -> float:
+        """By how much to multiply the ``sigma_noise`` of a regression; 1 if it was not tuned."""
+        return 1.0 if self.noise_scales is None else self.noise_scales[self.best_index[0]]
+
     def with_trial(self, trial: LayerwiseTrial) -> TuningResult:
         """Return the same with a trial of a prior precision per layer."""
         return replace(self, layerwise=trial)
@@ -147,11 +155,14 @@ class TuningResult(ExportedResult):
         i, j = self.best_index
         deltas, Ts = self.prior_precisions, self.logit_temperatures
         texts, plain = [], [v for v in self.plain if not math.isnan(v)]
+        remedy = "(`prior_precisions=`)"
         top = len(deltas) > 1 and deltas[i] == max(deltas)
         if top and plain and min(map(self._loss, plain)) <= self._loss(self.best):
             T = Ts[min(range(len(Ts)), key=lambda t: self._loss(self.plain[t]))]
             advice = f"its logits are best divided by {T:.3g}"
-            if T < 1 or (T == 1 and len(Ts) == 1):
+            if self.link_approx is None:
+                advice = "a larger prior precision approaches it"
+            elif T < 1 or (T == 1 and len(Ts) == 1):
                 advice = "consider dividing the logits by a temperature below 1"
                 advice += f" ({T:.3g} is the best of those tried)" if T < 1 else ""
             texts.append(
@@ -163,13 +174,13 @@ class TuningResult(ExportedResult):
             side = "larger" if top else "smaller"
             texts.append(
                 f"The best {self.objective!r} lies on the edge of the grid, at prior precision "
-                f"{deltas[i]:.6g}: extend the grid to {side} values."
+                f"{deltas[i]:.6g}: extend the grid to {side} values {remedy}."
             )
         if len(Ts) > 1 and Ts[j] in (Ts[0], Ts[-1]):
             side = "smaller" if j == 0 else "larger"
             texts.append(
                 f"The best {self.objective!r} lies on the edge of the grid, at logit temperature "
-                f"{Ts[j]:.3g}: extend the grid to {side} values."
+                f"{Ts[j]:.3g}: extend the grid to {side} values (`logit_temperatures=`)."
             )
         return texts
 
@@ -180,11 +191,50 @@ class TuningResult(ExportedResult):
         ]
         rows.append(["plain", *self.plain])
         head = ["prior_precision", *(f"T={T:.3g}" for T in self.logit_temperatures)]
+        if self.noise_scales is not None:
+            head = ["prior_precision", self.objective, "sigma_noise times"]
+            rows = [[*r, s] for r, s in zip(rows[:-1], self.noise_scales, strict=True)]
+            rows.append(["plain", *self.plain, "its best"])
         return text_table(head, rows, len(rows))
 
     def __str__(self) -> str:
-        """Return :meth:`table`."""
-        return self.table()
+        """Return what was chosen, in words, and the grid at the chosen temperature and at 1."""
+        i, j = self.best_index
+        words = [f"prior_precision={self.prior_precisions[i]:.6g}"]
+        if self.link_approx is not None:
+            words.append(f"logit_temperature={self.logit_temperature:.3g}")
+        if self.noise_scales is not None:
+            words.append(f"sigma_noise times {self.noise_scale:.4g}")
+        trial = self.layerwise
+        if trial is not None and trial.kept:
+            each = ", ".join(f"{d:.4g}" for d in trial.prior_precisions)
+            words[0] = f"a prior_precision per parameter tensor ({each})"
+        plain = self.plain[min(range(len(self.plain)), key=lambda t: self._loss(self.plain[t]))]
+        lines = [
+            f"Chosen: {', '.join(words)}.",
+            f"Validation {self.objective} of {self.n_data} data: {self.values[i][j]:.4g} with a "
+            f"scalar prior precision; the plain network has {plain:.4g} at its best.",
+        ]
+        if trial is not None:
+            lines.append(
+                f"A prior precision per parameter tensor: {trial.held_out[1]:.4g} instead of "
+                f"{trial.held_out[0]:.4g} on the half that judged, {'' if trial.kept else 'not '}"
+                "taken."
+            )
+        return "\n".join([*lines, "", self._narrow().table()])
+
+    def _narrow(self) -> TuningResult:
+        """The same with the columns T = 1 and the chosen T alone."""
+        wanted = {1.0, self.logit_temperature} & set(self.logit_temperatures)
+        places = [j for j, T in enumerate(self.logit_temperatures) if T in wanted]
+
+        def pick(row: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(row[j] for j in places)
+
+        return replace(
+            self, logit_temperatures=pick(self.logit_temperatures), plain=pick(self.plain),
+            values=tuple(map(pick, self.values)),
+        )  # fmt: skip
 
     def rows(self) -> tuple[list[str], list[list[Any]]]:
         """Return names of columns, and one row per pair; the plain network has no prior."""

@@ -137,7 +137,7 @@ class FitReport:
     seconds: Mapping[str, float] = field(default_factory=dict)
     distance: float | None = None
     standard_error: float | None = None
-    reason: str = "all of its data were used"
+    reason: str = "it used the data that it was given"
 
     def __str__(self) -> str:
         """Three lines that anybody understands."""
@@ -155,7 +155,7 @@ class FitReport:
 
 
 def report_of(method: str, cost: Any, n_data: int) -> FitReport:
-    """The report of a method that does not estimate its distance.
+    """The report of a method that does not estimate its distance, nor looks for more data.
 
     Args:
         method: Its word.

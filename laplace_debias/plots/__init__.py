@@ -1,5 +1,14 @@
 """Results in, matplotlib axes out; needs the extra ``plots``."""
 
+from importlib.util import find_spec
+
+if find_spec("matplotlib") is None:
+    raise ModuleNotFoundError(
+        "Expected matplotlib for plots and reports, got an environment without it. Remedy: "
+        "`pip install matplotlib` (or this package with its extra `plots`).",
+        name="matplotlib",
+    )
+
 from laplace_debias.plots.comparison import (
     plot_bias,
     plot_calibration_budget,

@@ -726,13 +726,15 @@ class DebiasedPosterior(_Base):
 
         Args:
             val_loader: Validation data; training data would choose far too large a precision.
-            objective: What to minimise, or maximise: ``"nll"``, or another metric's name.
+            objective: A metric. For ``"nll"`` a regression's ``sigma_noise`` is chosen as well.
             **options: Of :func:`laplace_debias.evaluation.tuning.tune`.
 
         Returns:
-            What was tried.
+            What was tried; printed, it says what was chosen.
         """
         result = tune(self, val_loader, objective, predictor_of=StructuredPredictor, **options)
+        if result.noise_scales is not None:
+            self.sigma_noise = self.sigma_noise * result.noise_scale
         self.prior_precision = result.prior_precision
         self.logit_temperature = result.logit_temperature
         return result

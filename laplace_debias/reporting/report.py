@@ -180,7 +180,7 @@ def report(
     with warnings.catch_warnings():  # the page says it
         warnings.simplefilter("ignore")
         tuning = tune(
-            la, val_loader, predictor_of=StructuredPredictor, layerwise=False,
+            la, val_loader, predictor_of=StructuredPredictor, layerwise=False, noise=False,
             progress_bar=progress_bar,
         )  # fmt: skip
     prior = next(c for c in candidates(result) if (c.method, c.budget) == shown[:2])

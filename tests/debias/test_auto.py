@@ -231,9 +231,10 @@ def test_a_saved_posterior_is_restored(net):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tolerance": 0.0}, "positive, finite `tolerance`"),
-        ({"tolerance": -1}, "positive, finite `tolerance`"),
-        ({"max_seconds": float("inf")}, "positive, finite `max_seconds`"),
+        ({"tolerance": 0.0}, "positive `tolerance` below 1"),
+        ({"tolerance": -1}, "positive `tolerance` below 1"),
+        ({"tolerance": 5}, "positive `tolerance` below 1, got 5"),
+        ({"max_seconds": float("inf")}, "positive `max_seconds` below inf"),
         ({"n_passes": 4}, "at least 8"),
         ({"n_passes": 10.5}, "whole number"),
         ({"tolerance": None}, "`n_passes` with tolerance=None"),
@@ -381,3 +382,10 @@ def test_a_progress_bar_counts_the_pool_and_backward_passes(net, capsys):
     shown = capsys.readouterr().err
     total = 200 + la.fit_report.n_passes
     assert "pairs" in shown and f"{total}/{total}" in shown
+
+
+def test_an_empty_loader_is_refused_in_words():
+    net, empty = nn.Linear(3, 2), TensorDataset(torch.zeros(0, 3), torch.zeros(0).long())
+    la = Laplace(net, "classification", "all", "kron", debias="auto")
+    with pytest.raises(ValueError, match="got an empty loader. Remedy"):
+        la.fit(DataLoader(empty, 4), n_data=10)

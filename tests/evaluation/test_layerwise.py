@@ -93,10 +93,12 @@ def test_both_halves_are_measured_at_the_found_priors(regression):
 
 
 def test_the_gradient_leads_to_a_stationary_point():
-    t = layerwise._descend(
-        lambda t: (t - torch.tensor([0.3, 2.0])).square().sum(), torch.zeros(2), 150, 0.05
-    )
-    assert torch.allclose(t, torch.tensor([0.3, 1.0]), atol=1e-3)
+    def loss(t):
+        return (t - torch.tensor([0.3, 2.0])).square().sum()
+
+    for end in (1.0, 0.6):
+        t = layerwise._descend(loss, torch.zeros(2), (-1.0, end), 150, 0.05)
+        assert torch.allclose(t, torch.tensor([0.3, end]), atol=1e-3)
 
 
 def test_noise_is_not_kept():

@@ -11,7 +11,7 @@ from laplace.baselaplace import KronLaplace
 from laplace.lllaplace import KronLLLaplace
 from torch import nn
 
-from laplace_debias import Laplace, sweep_prior_precision
+from laplace_debias import Laplace, evaluate, sweep_prior_precision
 from laplace_debias.evaluation import tuning
 from laplace_debias.predictive.predictor import StructuredPredictor
 from tests.fitted_predictive import double_precision, fitted_mlp, slow_nll  # noqa: F401
@@ -53,11 +53,76 @@ def test_every_pair_agrees_with_a_slow_loop(cls):
 
 def test_regression_has_no_temperature():
     la, loader = fitted_mlp(KronLaplace, "regression", sigma_noise=0.4)
-    result = tune(la, loader, prior_precisions=GRID)
+    result = tune(la, loader, prior_precisions=GRID, noise=False)
     assert [v for (v,) in result.values] == pytest.approx(slow_nll(la, loader, GRID), rel=1e-10)
     assert result.logit_temperatures == (1.0,) and result.layerwise is not None
+    assert result.noise_scale == 1.0 and result.prior_precisions == pytest.approx(GRID)
     with pytest.raises(ValueError, match="which has no logits"):
         tune(la, loader, logit_temperatures=[0.5])
+
+
+@pytest.mark.parametrize("cls", [KronLaplace, KronLLLaplace])
+def test_the_noise_of_a_regression_is_the_best_for_every_prior(cls):
+    la, loader = fitted_mlp(cls, "regression", sigma_noise=0.4)
+    result = tune(la, loader, prior_precisions=GRID, layerwise=False)
+    assert result.noise_scales is not None and max(result.noise_scales) > 1.2
+    for delta, scale, (value,) in zip(
+        result.prior_precisions, result.noise_scales, result.values, strict=True
+    ):
+        near = {}
+        for factor in (0.98, 1.0, 1.02):  # the ridge is what stays
+            la.sigma_noise = 0.4 * scale * factor
+            (near[factor],) = slow_nll(la, loader, [delta / factor**2])
+        assert near[1.0] == pytest.approx(value, rel=1e-9)
+        assert near[1.0] < min(near[0.98], near[1.02])
+
+
+def regression(sigma_noise, outputs=2, n=60):
+    torch.manual_seed(0)
+    net, X = nn.Linear(3, outputs), torch.randn(n, 3)
+    y = net(X).detach() + torch.randn(n, outputs) * torch.tensor([0.1, 0.5])
+    la = Laplace(net, "regression", "all", "kron", debias="single", sigma_noise=sigma_noise)
+    la.fit((X, y), n_data=n)
+    return la, (X, y)
+
+
+def test_tuning_takes_the_noise_and_one_noise_per_output_stays_in_proportion():
+    ratios = torch.tensor([0.2, 1.0])
+    la, batch = regression(ratios)
+    result = la.tune(batch, prior_precisions=GRID, layerwise=False)
+    assert 0.4 < result.noise_scale < 0.6  # drawn with half of what was said
+    assert torch.allclose(la.observation_noise, ratios * result.noise_scale)
+    assert evaluate(la, batch).nll == pytest.approx(result.best, rel=1e-9)
+    again = la.tune(batch, prior_precisions=[float(la.prior_precision)], layerwise=False)
+    assert again.noise_scale == pytest.approx(1.0, rel=1e-9)
+
+
+def test_a_prior_per_layer_knows_the_noise_and_stays_within_the_grid():
+    la, batch = regression(1.0)
+    result = la.tune(batch, prior_precisions=GRID)
+    trial = result.layerwise
+    assert trial is not None
+    low, high = (end / result.noise_scale**2 for end in (GRID[0], GRID[-1]))
+    assert all(low * 0.999 <= d <= high * 1.001 for d in trial.prior_precisions)
+    X, y = batch
+    held = evaluate_at(la, (X[1::2], y[1::2]), float(result.prior_precisions[result.best_index[0]]))
+    assert trial.held_out[0] == pytest.approx(held, rel=1e-4)
+
+
+def evaluate_at(la, batch, delta):
+    la.prior_precision = delta
+    return evaluate(la, batch).nll
+
+
+def test_what_was_chosen_is_said():
+    la, batch = regression(1.0)
+    text = str(la.tune(batch, prior_precisions=GRID))
+    assert text.startswith("Chosen: ") and "sigma_noise times 0." in text and "logit" not in text
+    la, batch = debiased()
+    result = la.tune(batch, prior_precisions=GRID)
+    assert f"logit_temperature={la.logit_temperature:.3g}" in str(result)
+    assert "the half that judged" in str(result)
+    assert max(map(len, str(result).splitlines())) < 160 < len(result.table().splitlines()[1])
 
 
 @pytest.mark.parametrize("link", ["mc", "bridge", "bridge_norm"])

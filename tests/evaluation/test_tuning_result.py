@@ -66,7 +66,8 @@ def test_sweep_table_and_rows():
     assert result.sweep(2.0).prior_precisions.tolist() == [0.1, 1.0, 10.0]
     with pytest.raises(ValueError, match="Expected a temperature of the grid"):
         result.sweep(3.0)
-    assert "T=0.5" in str(result) and "plain" in result.table()
+    assert "T=0.5" in result.table() and "plain" in result.table()
+    assert "T=1" in str(result) and "T=0.5" not in str(result)
     head, rows = result.rows()
     assert head == ["prior_precision", "logit_temperature", "nll"] and len(rows) == 12
     assert rows[4] == [1.0, 1.0, 0.3] and rows[-1] == [None, 2.0, 0.9]
