@@ -131,7 +131,8 @@ class ScaledResiduals(GaussianMetric):
         L, info = torch.linalg.cholesky_ex(covariance)
         residual = (targets - mean).unsqueeze(-1)
         white = torch.linalg.solve_triangular(L, residual, upper=False).squeeze(-1)  # [n, D]
-        return white.square().mean(-1).masked_fill(info > 0, math.nan)
+        squares: Tensor = white.square().mean(-1).masked_fill(info > 0, math.nan)
+        return squares
 
 
 class MSE(GaussianMetric):

@@ -23,6 +23,7 @@ import torch
 from laplace.baselaplace import KronLaplace
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+from torchmetrics import Metric
 
 from laplace_debias.data.loaders import is_main
 from laplace_debias.data.processes import counted, together, total
@@ -151,7 +152,7 @@ def tune(
     copies = fresh_metrics(
         [objective], (k + 1) * len(Ts), likelihood, sigma_noise=sigma, device=deltas.device
     )[objective]
-    scales = [
+    scales: list[Metric] = [
         ScaledResiduals(sigma).to(deltas.device)
         for _ in range(k + 1 if regression and noise and objective == "nll" else 0)
     ]
