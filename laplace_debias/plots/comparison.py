@@ -78,7 +78,7 @@ def plot_comparison(
     for ax, budget in zip(panels[0], budgets, strict=True):
         ax.set_title(f"{budget} data" if budget else "", fontsize=9)
     for ax in panels[-1]:
-        ax.set_xlabel(r"prior precision $\beta$")
+        ax.set_xlabel(r"$\beta$ = prior precision / N")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     panels[0, 0].figure.legend(
         handles, labels, loc="outside lower center", frameon=False, fontsize=8, columnspacing=1.2,

@@ -74,7 +74,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], chosen: int | No
 
     Args:
         header: Names of columns.
-        rows: Values; numbers are shown with four digits.
+        rows: Values; numbers below 10 are shown with four decimals.
         chosen: The row to emphasise.
 
     Example:
@@ -94,7 +94,9 @@ def _text(value: Any) -> str:
     """A value in a cell."""
     if value is None:
         return "–"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.4g}"
 
 
 def section(title: str, *parts: str) -> str:

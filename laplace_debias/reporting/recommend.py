@@ -157,10 +157,10 @@ def _article(candidate: Candidate) -> str:
 def _order(candidate: Candidate, temperature: float | None) -> str:
     """What to do with a method."""
     if candidate.method == PLAIN:
-        return "Keep the plain network, no posterior is better by more than its spread over draws"
+        return "Keep the plain network; no posterior is better by more than its spread over draws"
     if candidate.method == TEMPERATURE:
         T = "a temperature" if temperature is None else f"{temperature:.3g}"
-        return f"Divide the logits by {T}, no posterior is better by more than its spread"
+        return f"Divide the logits by {T}; no posterior is better by more than its spread"
     return f"Take {_article(candidate)} at prior precision {candidate.prior_precision:.3g}"
 
 

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from torch import nn
 
 from laplace_debias.comparison.result import ComparisonResult
-from laplace_debias.comparison.rows import FITTED_ONCE, FULL, LARGE, PLAIN
+from laplace_debias.comparison.rows import FITTED_ONCE, FULL, LARGE, PLAIN, PRIOR_ONLY
 from laplace_debias.debias.bias import CurvatureBias
 from laplace_debias.debias.expected_bias import ExpectedBias
 from laplace_debias.evaluation.tuning_result import TuningResult
@@ -28,6 +28,15 @@ from laplace_debias.reporting.recommend import Recommendation, candidates
 
 __all__ = ["Report", "written"]
 
+GLOSSARY = {
+    "ece": "expected calibration error",
+    "aurc": "mean error rate when only the most certain data are answered",
+    "ood_auroc": "how well entropy tells shifted data from test data, 1 at best",
+    "ood_fpr95": "share of shifted data that pass a threshold that 95 % of the test data pass",
+    "crps": "continuous ranked probability score",
+    "sharpness": "mean predictive standard deviation",
+    PRIOR_ONLY: "a posterior without any curvature",
+}
 LEVELS = tuple(i / 20 for i in range(1, 20))
 
 
@@ -115,12 +124,15 @@ def _bias(found: Report) -> str:
         )
     text = (
         f"A mini-batch of {expected.n_data} data finds its own top curvature too large, because it "
-        f"chose the directions. {foretold} A second mini-batch measured what the second figure "
-        "shows; one draw is noisy, and ratios below 1 are noise of the scale."
+        f"chose the directions. {foretold} That counts the shape of the spectrum alone. A second "
+        "mini-batch measured what the second figure shows, tensor by tensor, and there the scale "
+        "counts too: where one of the two carries more curvature as a whole, all ratios move up, "
+        "or down, together. One pair is noisy."
     )
     left = figure(
         plot_bias(expected).figure.figure,
-        "Expected over-estimation, from one mini-batch; hatched: input factors.",
+        "Expected over-estimation, from one mini-batch, of each layer's input factor A (hatched) "
+        "and output factor B.",
     )
     right = figure(
         plot_bias(measured).figure.figure, "Measured on a second mini-batch of the same size."
@@ -135,12 +147,13 @@ def _methods(found: Report, n_draws: int, val_given: bool) -> str:
     wanted = ("nll", "accuracy", "ece", "aurc", "crps", "rmse", "coverage_90", "sharpness")
     columns = [name for name in wanted if name in result.metrics]
     columns += [name for name in ("ood_nll", "ood_auroc", "ood_fpr95") if name in result.metrics]
-    rows = []
+    rows, names = [], []
     for entry in entries:
         costs = [entry.cost(part) for part in ("backward", "seconds")]
         passes = None if costs[0] is None else f"{costs[0]:,.0f}"
         seconds = None if costs[1] is None else f"{costs[1]:.3f}"
         name = entry.method if entry.method in FITTED_ONCE else f"{entry.method}, {entry.budget}"
+        names.append(entry.method)
         rows.append(
             [name, entry.prior_precision, *(entry.mean(c) for c in columns), passes, seconds]
         )
@@ -152,13 +165,17 @@ def _methods(found: Report, n_draws: int, val_given: bool) -> str:
         "Baselines are fitted on all training data. The recommended row is marked; costs are "
         "backward passes and seconds of a fit."
     )
+    words = [f"{name}: {said}" for name, said in GLOSSARY.items() if name in (*columns, *names)]
     head = ["method", "prior", *columns, "backward", "seconds"]
-    parts = [text, found.note, table(head, rows, chosen)]
+    parts = [text, found.note, table(head, rows, chosen), ". ".join([*words, ""]).strip()]
     drawn = any(m not in FITTED_ONCE for m in result.methods)
     if drawn:
         shown = [name for name in ("nll", "ece", "crps") if name in result.metrics][:2]
         axes = plot_comparison(result, shown)
-        caption = "Against the prior precision: reference as a line, methods as bands over draws."
+        caption = (
+            "Reference as a line, methods as bands over draws. The axis is the prior precision "
+            f"divided by the number of training data, {result.n_data:,}."
+        )
         parts.append(figure(axes[0, 0].figure.figure, caption))
     if drawn and {FULL, LARGE} & set(result.methods):
         ax = plot_gap_cost(result)
@@ -177,7 +194,10 @@ def _sweep(found: Report) -> str:
     if len(tuning.logit_temperatures) > 1:
         with_T, scaled = f" and logits divided by {T:.3g}", " at its best temperature"
     name = next((name for name in found.predicted if name != PLAIN), "")
+    own = name == found.recommendation.method
+    why = "the recommended one" if own else "the best posterior on the data that choose"
     text = (
+        f"From here on: the {name} posterior, {why}. "
         f"On the data that choose, the {name} posterior is best at prior precision "
         f"{tuning.prior_precisions[i]:.4g}{with_T}: {tuning.objective.upper()} {tuning.best:.4f}, "
         f"against {min(tuning.plain):.4f} for the plain network{scaled}."
