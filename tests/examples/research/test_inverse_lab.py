@@ -38,6 +38,12 @@ def test_parts_of_cross_fitting_without_noise_are_the_full_batch():
         assert len(fit.Q) == len(full.Q)
 
 
+def test_cross_fitting_is_shown_part_by_part(monkeypatch):
+    monkeypatch.setattr(inverse_lab, "clusters", lambda training: problem())
+    assert inverse_lab.crossfit_parts(1, 2, 16).count("\n") == 5
+    assert inverse_lab.crossfit_rounded(1, 2, 16).count("\n") == 2
+
+
 def test_large_curvature_leaks_into_small_directions(tmp_path):
     ratio = leak(tmp_path / "leak.png")  # the curvature along a direction, over what is needed
     assert float(ratio.max()) > 2 and float(ratio.min()) >= 1 - 1e-9
