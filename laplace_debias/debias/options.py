@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
 
 import torch
@@ -93,12 +94,11 @@ class AutoOptions:
 
     def __post_init__(self) -> None:
         """Check what can be checked without data."""
-        for name in ("tolerance", "max_seconds"):
+        for name, remedy in (("tolerance", "0.05 is 5 % off"), ("max_seconds", "leave it out")):
             value = getattr(self, name)
-            if value is not None and not 0 < float(value) < float("inf"):
+            if value is not None and not (isinstance(value, Real) and 0 < value < float("inf")):
                 raise ValueError(
-                    f"Expected a positive, finite `{name}`, got {value!r}. Remedy: tolerance=0.05 "
-                    "asks for standard deviations within 5 % of the full batch's."
+                    f"Expected a positive, finite `{name}`, got {value!r}. Remedy: {remedy}."
                 )
         for name, least in (("n_passes", MIN_PASSES), ("n_pool", MIN_PASSES)):
             value = getattr(self, name)

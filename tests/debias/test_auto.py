@@ -232,7 +232,9 @@ def test_a_saved_posterior_is_restored(net):
     ("options", "words"),
     [
         ({"tolerance": 0.0}, "positive, finite `tolerance`"),
+        ({"tolerance": "5 %"}, "positive, finite `tolerance`, got .5 %.. Remedy: 0.05"),
         ({"tolerance": -1}, "positive, finite `tolerance`"),
+        ({"max_seconds": 0}, "`max_seconds`, got 0. Remedy: leave it out"),
         ({"max_seconds": float("inf")}, "positive, finite `max_seconds`"),
         ({"n_passes": 4}, "at least 8"),
         ({"n_passes": 10.5}, "whole number"),
