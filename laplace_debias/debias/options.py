@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -96,15 +97,14 @@ class AutoOptions:
         """Check what can be checked without data."""
         for name, remedy in (("tolerance", "0.05 is 5 % off"), ("max_seconds", "leave it out")):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, Real) and 0 < value < float("inf")):
+            if value is not None and not (isinstance(value, Real) and 0 < float(value) < math.inf):
                 raise ValueError(
                     f"Expected a positive, finite `{name}`, got {value!r}. Remedy: {remedy}."
                 )
         for name, least in (("n_passes", MIN_PASSES), ("n_pool", MIN_PASSES)):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (whole and value >= least):
                 raise ValueError(
                     f"Expected `{name}` as a whole number of at least {least}, got {value!r}. "
                     "Remedy: pass a larger one, or leave it out."
