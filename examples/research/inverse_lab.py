@@ -7,6 +7,7 @@ one output. Besides the library's methods there are those that lost:
 * ``single + c``: one mini-batch, its factors inflated by ``(1 - df / N) / (1 - df / n)``;
 * ``geometric mean``: two mini-batches, own and held-out eigenvalues multiplied, and the root;
 * ``quadratic shrinkage``: one mini-batch, its eigenvalues shrunk without other data;
+* ``held-out likelihood``: per factor the likeliest of own, inflated, shrunk and held-out ones;
 * ``crossfit + curvature sampling``, with exact vectors and with one random vector per datum;
 * ``pairs``: the draws of ``auto`` without any correction, and ``pairs + scalar c``, with the number
   of draws for n. ``auto`` takes each draw's own leverage, and a floor where draws are few.
@@ -14,7 +15,8 @@ one output. Besides the library's methods there are those that lost:
     python -m examples.research.inverse_lab                       # all problems, some 20 minutes
     python -m examples.research.inverse_lab --problems diabetes 1-D --draws 4
     python -m examples.research.inverse_lab --certificate         # is the estimated distance right?
-    python -m examples.research.inverse_lab --crossfit-parts --problems 1-D
+    python -m examples.research.inverse_lab --log-dets            # the same cells, another judge
+    python -m examples.research.inverse_lab --crossfit-parts --trainings 5
     python -m examples.research.inverse_lab --prior-changes       # a prior changed after the fit
 
 Results are kept in ``outputs/inverse_lab``, and a run goes on where it was stopped.
@@ -26,6 +28,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -34,7 +37,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from examples.research.inverse_problems import PROBLEMS, InverseProblem
+from examples.research.heldout_likelihood import likeliest, ridges_of
+from examples.research.inverse_problems import PROBLEMS, InverseProblem, clusters
 from laplace_debias import linearized_predictive, posterior_distance
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias import folds
@@ -163,17 +167,63 @@ def quadratic_shrinkage(lam: Tensor, n: float, tol: float = 1e-12) -> Tensor:
     return new * (lam.sum() / new.sum())
 
 
-def shrunk(p: InverseProblem, prior: float, P: int, g: torch.Generator) -> DebiasedKronLaplace:
-    """One mini-batch, its eigenvalues shrunk; a backward vector counts as one observation."""
-    la, M = single(p, prior, P, g), n_exact(p, P)
+def shrunk_values(p: InverseProblem, fit: FitResult, M: int) -> list:
+    """Eigenvalues of a fit on M data, shrunk; a backward vector counts as one observation."""
     k = 9 if p.likelihood == "classification" else 1
-    fit = la._posterior()
     numbers = [(M * k, M)[: len(lam)] for lam in fit.lam]
-    values = [
+    return [
         [quadratic_shrinkage(part, n) for part, n in zip(lam, ns, strict=True)]
         for lam, ns in zip(fit.lam, numbers, strict=True)
     ]
-    return with_values(la, fit, values)
+
+
+def shrunk(p: InverseProblem, prior: float, P: int, g: torch.Generator) -> DebiasedKronLaplace:
+    """One mini-batch, its eigenvalues shrunk."""
+    la = single(p, prior, P, g)
+    fit = la._posterior()
+    return with_values(la, fit, shrunk_values(p, fit, n_exact(p, P)))
+
+
+def by_likelihood(
+    p: InverseProblem, prior: float, P: int, g: torch.Generator
+) -> DebiasedKronLaplace:
+    """Per factor, own, inflated, shrunk or held-out eigenvalues, by held-out likelihood.
+
+    Half the data give a basis, its own eigenvalues, and these inflated and shrunk. Each quarter of
+    the others measures held-out ones, and judges all with the other quarter's. The choice is then
+    made from all data: own, inflated and shrunk of the whole mini-batch, held-out of two halves.
+    """
+    x, y = p.draw(n_exact(p, P), g)
+    M, h, k = len(x), len(x) // 2, 9 if p.likelihood == "classification" else 1
+
+    def fitted(own: slice, other: slice | None) -> tuple[DebiasedKronLaplace, FitResult]:
+        la = p.laplace("single" if other is None else "two-batch", prior)
+        held = {} if other is None else {"curvature_loader": (x[other], y[other])}
+        la.fit((x[own], y[own]), n_data=len(p.x), **held)
+        return la, la._posterior()
+
+    def made(fit: FitResult, m: int) -> dict[str, list]:
+        n = m * k, len(p.x) * k, m
+        values = {"own": fit.lam, "inflated": inflated(p, prior, fit, *n)}
+        return values | {"shrunk": shrunk_values(p, fit, m)}
+
+    own, q = slice(0, h), h + max(1, (M - h) // 2)
+    quarters = [fitted(own, part)[1].lam_tilde for part in (slice(h, q), slice(q, M))]
+    half, (la, whole) = fitted(own, slice(h, M))[1], fitted(slice(0, M), None)
+    of_half, of_all = made(half, h), made(whole, M)
+    Q, values = [list(block) for block in whole.Q], [list(block) for block in whole.lam]
+    for b, lam in enumerate(half.lam):
+        for f in range(len(lam)):
+            first, second = (part[b][f] for part in quarters)
+            parts = {name: (found[b][f],) * 2 for name, found in of_half.items()}
+            parts |= {"held-out": (first, second)}
+            ridges = ridges_of(lam[1 - f] if len(lam) == 2 else None, ridge(p, prior))
+            name = likeliest(parts, (second, first), ridges)
+            if name == "held-out":
+                Q[b][f], values[b][f] = half.Q[b][f], half.lam_tilde[b][f]
+            else:
+                values[b][f] = of_all[name][b][f]
+    return with_values(la, replace(whole, Q=Q), values)
 
 
 def pairs(p: InverseProblem, prior: float, P: int, g: torch.Generator) -> DebiasedKronLaplace:
@@ -210,6 +260,7 @@ METHODS: dict[str, Method] = {
     "two-batch": two_batch,
     "geometric mean": geometric,
     "quadratic shrinkage": shrunk,
+    "held-out likelihood": by_likelihood,
     "crossfit": crossfit(),
     "crossfit + curvature": crossfit(sampling="curvature"),
     "crossfit + curvature, one vector": crossfit(sampling="curvature", fisher="mc"),
@@ -220,9 +271,10 @@ METHODS: dict[str, Method] = {
 
 
 # %% Cells
-def budgets_of(p: InverseProblem) -> tuple[int, ...]:
-    """Numbers of backward passes."""
-    return (36, 144, 576, 2304) if p.likelihood == "classification" else (16, 64, 256)
+def budgets_of(p: InverseProblem, only: list[int] | None = None) -> tuple[int, ...]:
+    """Numbers of backward passes; of these, only some."""
+    every = (36, 144, 576, 2304) if p.likelihood == "classification" else (16, 64, 256)
+    return tuple(P for P in every if only is None or P in only)
 
 
 def reference(p: InverseProblem, prior: float) -> DebiasedKronLaplace:
@@ -259,7 +311,13 @@ def cell(
     return row
 
 
-def rows_of(p: InverseProblem, methods: list[str], draws: int, output: Path) -> list[dict]:
+def rows_of(
+    p: InverseProblem,
+    methods: list[str],
+    draws: int,
+    output: Path,
+    budgets: tuple[int, ...] | None = None,
+) -> list[dict]:
     """All cells of a problem, those that are kept read from files."""
     store, rows = CellStore(output / p.name, {"problem": p.name, "version": 1}), []
     for prior in p.prior_precisions:
@@ -269,7 +327,7 @@ def rows_of(p: InverseProblem, methods: list[str], draws: int, output: Path) -> 
             full[:] = full or [reference(p, prior)]
             return cell(p, full[0], METHODS[name], prior, P, draw)
 
-        for P in budgets_of(p):
+        for P in budgets or budgets_of(p):
             for name in methods:
                 for draw in range(draws):
                     key = f"{name}_{prior}_{P}_{draw}".replace(" ", "-").replace(",", "")
@@ -303,24 +361,37 @@ def table(p: InverseProblem, rows: list[dict]) -> str:
                 texts.append(f"{mean(found[0]):.4f} ± {error:.4f} / {mean(found[1]):.4f}")
             lines.append(f"| {name} | " + " | ".join(texts) + " |")
         lines.append("")
-        for key in ("nll", "logdet"):
-            gaps = {
-                name: chosen(rows, key, method=name, prior=prior, P=576)
-                for name in dict.fromkeys(r["method"] for r in rows)
-            }
-            texts = [f"{name} {mean(found):.2g}" for name, found in gaps.items() if found]
-            if texts:
-                what = {"nll": "NLL gap over 14 prior precisions", "logdet": "log det per weight"}
-                lines.append(f"{what[key]}, P = 576: " + ", ".join(texts))
+        gaps = {
+            name: chosen(rows, "nll", method=name, prior=prior, P=576)
+            for name in dict.fromkeys(r["method"] for r in rows)
+        }
+        texts = [f"{name} {mean(found):.2g}" for name, found in gaps.items() if found]
+        if texts:
+            lines.append("NLL gap over 14 prior precisions, P = 576: " + ", ".join(texts))
     return "\n".join(lines)
 
 
-def certificate(p: InverseProblem, draws: int, output: Path) -> str:
+def log_dets(p: InverseProblem, rows: list[dict]) -> str:
+    """Mean |difference| of the log determinants to the full batch's, per weight."""
+    lines, names = [], dict.fromkeys(r["method"] for r in rows)
+    cells = dict.fromkeys((r["prior"], r["P"]) for r in rows)
+    lines += ["| problem | prior precision | P | " + " | ".join(names) + " |"]
+    lines += ["| --- " * (3 + len(names)) + "|"]
+    for prior, P in cells:
+        found = [chosen(rows, "logdet", method=name, prior=prior, P=P) for name in names]
+        texts = [f"{mean(values):.2g}" if values else "" for values in found]
+        lines.append(f"| {p.name} | {prior:g} | {P} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def certificate(
+    p: InverseProblem, draws: int, output: Path, budgets: tuple[int, ...] | None = None
+) -> str:
     """How often the true distance lies below estimate + 2 errors, and the ratio of the means."""
-    rows = rows_of(p, ["auto"], draws, output)
+    rows = rows_of(p, ["auto"], draws, output, budgets)
     lines = []
     for prior in p.prior_precisions:
-        for P in budgets_of(p):
+        for P in budgets or budgets_of(p):
             found = [r for r in rows if (r["prior"], r["P"]) == (prior, P)]
             truth = [(r["test"] + r["far"]) / 2 for r in found]
             bound = [r["estimate"] + 2 * r["error"] for r in found]
@@ -351,29 +422,94 @@ def prior_changes(p: InverseProblem, draws: int) -> str:
     return "\n".join(lines)
 
 
-def crossfit_parts(p: InverseProblem, draws: int, P: int = 256) -> str:
-    """What makes cross-fitting wrong: signed and absolute log ratios, its parts changed."""
+def along(fit: FitResult, full: FitResult) -> list:
+    """Curvatures of all data along the directions of a fit."""
+    values = []
+    for Qs, Rs, lams in zip(fit.Q, full.Q, full.lam, strict=True):
+        turned = [(R.T @ Q).square() for Q, R in zip(Qs, Rs, strict=True)]
+        values.append([T.T @ lam for T, lam in zip(turned, lams, strict=True)])
+    return values
 
-    def in_logs(values: Tensor) -> Tensor:
-        return plain(values.clamp(min=1e-300).log()).exp()
 
-    plain, prior, lines = folds.isotonic, p.prior_precisions[0], []
-    full = reference(p, prior)
-    fits: dict[str, Callable] = {"isotonic": plain, "isotonic in logs": in_logs}
-    fits |= {"not monotone": lambda values: values}
-    cases = {f"crossfit, {name}": (crossfit(), change) for name, change in fits.items()}
-    cases |= {"basis and curvatures of halves": (two_batch, plain), "single": (single, plain)}
-    for name, (method, change) in cases.items():
-        found = []
+def parts_of(p: InverseProblem, full: FitResult, P: int, draw: int) -> dict[str, list]:
+    """Bases and eigenvalues, part by part, of what cross-fitting makes of one draw."""
+    x, y = p.draw(P, torch.Generator().manual_seed(1000 * P + draw))
+    h, prior, fits = P // 2, p.prior_precisions[0], []
+    for own, other in ((slice(0, h), slice(h, P)), (slice(h, P), slice(0, h))):
+        la = p.laplace("two-batch", prior)
+        la.fit((x[own], y[own]), curvature_loader=(x[other], y[other]), n_data=len(p.x))
+        fits.append(la._posterior())
+    la = p.laplace("single", prior)
+    la.fit((x, y), n_data=len(p.x))
+    whole = la._posterior()
+    pairs = zip(fits[0].lam_tilde, fits[1].lam_tilde, strict=True)
+    mixed = [[(a + b) / 2 for a, b in zip(*pair, strict=True)] for pair in pairs]
+    return {
+        "own bases, held-out": [(fit, fit.lam_tilde) for fit in fits],
+        "own bases, all data's": [(fit, along(fit, full)) for fit in fits],
+        "pooled basis, held-out": [(whole, mixed)],
+        "the same, isotonic": [(whole, [[folds.isotonic(v) for v in b] for b in mixed])],
+        "pooled basis, all data's": [(whole, along(whole, full))],
+        "single": [(whole, whole.lam)],
+    }
+
+
+def crossfit_parts(trainings: int, draws: int, P: int = 256) -> str:
+    """What makes cross-fitting wrong on the 1-D regression: signed log ratios, part by part.
+
+    Both halves of a draw give a basis each, and held-out curvatures along the other's. These stay
+    where they were measured (the mean of both posteriors' log ratios), or go onto the basis of the
+    whole draw as cross-fitting does, with and without isotonic regression. On the same bases: the
+    curvatures of all data, free of noise.
+    """
+    lines = []
+    for training in range(trainings):
+        p = clusters(training)
+        full, found = reference(p, p.prior_precisions[0]), {}
+        exact = linearized_predictive(full, p.x_test).covariance.flatten()
         for draw in range(draws):
-            with patch.object(folds, "isotonic", change):
-                la = method(p, prior, P, torch.Generator().manual_seed(1000 * P + draw))
-            both = [linearized_predictive(one, p.x_test).covariance.flatten() for one in (la, full)]
-            ratio = 0.5 * (both[0] / both[1]).log()
-            found.append((float(ratio.abs().mean()), float(ratio.mean())))
-        size, signed = (mean(column) for column in zip(*found, strict=True))
-        error = stdev(s for _, s in found) / draws**0.5
-        lines.append(f"| {name} | {size:.4f} | {signed:+.4f} ± {error:.4f} |")
+            for name, fits in parts_of(p, full._posterior(), P, draw).items():
+                made = [with_values(p.laplace("single", full.prior_precision), *f) for f in fits]
+                all_ = [linearized_predictive(la, p.x_test).covariance.flatten() for la in made]
+                ratio = torch.stack([0.5 * (each / exact).log() for each in all_])
+                sizes = float(ratio.abs().mean()), float(ratio.mean())
+                found.setdefault(name, []).append(sizes)
+        for name, both in found.items():
+            size, signed = (mean(column) for column in zip(*both, strict=True))
+            error = stdev(s for _, s in both) / draws**0.5
+            lines.append(f"| {training} | {name} | {size:.4f} | {signed:+.4f} ± {error:.4f} |")
+    return "\n".join(lines)
+
+
+def crossfit_rounded(trainings: int, draws: int, P: int = 256) -> str:
+    """The library's cross-fitting on the 1-D regression in double and in single precision.
+
+    And as it was: with the null space of single precision averaged, however many the data.
+    """
+
+    def rounded(M: Tensor) -> float:
+        return len(M) ** 0.5 * torch.finfo(torch.float32).eps
+
+    lines = []
+    for training in range(trainings):
+        p = clusters(training)
+        full = reference(p, p.prior_precisions[0])
+        exact = linearized_predictive(full, p.x_test).covariance.flatten()
+        low = replace(p, model=deepcopy(p.model).float(), x=p.x.float(), y=p.y.float())
+        cases = {"double": (p, None), "single": (low, None), "single, averaged": (low, rounded)}
+        for name, (problem, tolerance) in cases.items():
+            both = []
+            for draw in range(draws):
+                g = torch.Generator().manual_seed(1000 * P + draw)
+                with patch.object(folds, "null_tolerance", tolerance or folds.null_tolerance):
+                    la = crossfit()(problem, p.prior_precisions[0], P, g)
+                x_test = p.x_test.to(problem.x)
+                found = linearized_predictive(la, x_test).covariance.flatten().double()
+                ratio = 0.5 * (found / exact).log()
+                both.append((float(ratio.abs().mean()), float(ratio.mean())))
+            size, signed = (mean(column) for column in zip(*both, strict=True))
+            error = stdev(s for _, s in both) / draws**0.5
+            lines.append(f"| {training} | {name} | {size:.4f} | {signed:+.4f} ± {error:.4f} |")
     return "\n".join(lines)
 
 
@@ -417,9 +553,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--problems", nargs="*", choices=list(PROBLEMS), default=list(PROBLEMS))
     parser.add_argument("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--draws", type=int, default=8)
+    parser.add_argument("--passes", nargs="*", type=int, help="only these numbers of passes")
     parser.add_argument("--certificate", action="store_true")
+    parser.add_argument("--log-dets", action="store_true")
     parser.add_argument("--prior-changes", action="store_true")
     parser.add_argument("--crossfit-parts", action="store_true")
+    parser.add_argument("--trainings", type=int, default=5, help="of the 1-D regression")
     parser.add_argument("--leak", type=Path, help="where the picture of the leak goes")
     parser.add_argument("--output", type=Path, default=Path("outputs/inverse_lab"))
     args = parser.parse_args(argv)
@@ -427,16 +566,20 @@ def main(argv: list[str] | None = None) -> None:
         leak(args.leak)
         return
     torch.set_num_threads(1)
+    if args.crossfit_parts:
+        sizes = args.trainings, args.draws, *(args.passes or [256])[:1]
+        print(crossfit_parts(*sizes), crossfit_rounded(*sizes), sep="\n\n", flush=True)
+        return
     for name in args.problems:
         p = PROBLEMS[name]()
+        budgets = budgets_of(p, args.passes)
         if args.certificate:
-            print(certificate(p, args.draws, args.output), flush=True)
-        elif args.crossfit_parts:
-            print(crossfit_parts(p, args.draws), flush=True)
+            print(certificate(p, args.draws, args.output, budgets), flush=True)
         elif args.prior_changes:
             print(prior_changes(p, args.draws), flush=True)
         else:
-            print(table(p, rows_of(p, args.methods, args.draws, args.output)), flush=True)
+            rows = rows_of(p, args.methods, args.draws, args.output, budgets)
+            print((log_dets if args.log_dets else table)(p, rows), flush=True)
 
 
 if __name__ == "__main__":

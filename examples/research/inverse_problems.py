@@ -138,15 +138,15 @@ def regression(
     )
 
 
-def clusters() -> InverseProblem:
-    """1,000 points in two clusters on a line; inputs within and far outside."""
+def clusters(training: int = 0) -> InverseProblem:
+    """1,000 points in two clusters on a line; inputs within and far outside; any start."""
     generator = torch.Generator().manual_seed(0)
     x = (
         torch.rand(1000, 1, generator=generator) * 2
         + torch.tensor([-4.0, 1.0]).repeat(500)[:, None]
     )
     y = torch.sin(2 * x) + 0.1 * torch.randn(1000, 1, generator=generator)
-    torch.manual_seed(0)
+    torch.manual_seed(training)
     net = mlp(1, 50, 50, 1, activation=nn.Tanh)
     return regression("1-D", (x, y, torch.linspace(-8, 8, 200)[:, None]), net, 0.01, 0.1)
 
@@ -188,4 +188,4 @@ PROBLEMS: dict[str, Callable[[], InverseProblem]] = {
     "friedman": friedman,
 }
 
-__all__ = ["PROBLEMS", "InverseProblem"]
+__all__ = ["PROBLEMS", "InverseProblem", "clusters"]

@@ -80,6 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--train-size", type=int, default=2000)
     parser.add_argument("--test-size", type=int, default=16)
     parser.add_argument("--methods", nargs="*", help="all by default")
+    parser.add_argument("--sizes", nargs="*", type=int, help="all by default")
     parser.add_argument("--prior", type=float, default=10.0)
     parser.add_argument("--output", type=Path, default=Path("outputs/inverse_seconds"))
     args = parser.parse_args(argv)
@@ -105,9 +106,8 @@ def main(argv: list[str] | None = None) -> None:
 
     plan = [("auto", 512), ("two-batch", 256), ("crossfit", 256), ("single", 256)]
     plan += [("auto", 256), ("auto", 1024), ("auto with scores", 512)]
-    plan = [
-        (method, size) for method, size in plan if args.methods is None or method in args.methods
-    ]
+    for at, wanted in enumerate((args.methods, args.sizes)):
+        plan = [each for each in plan if wanted is None or each[at] in wanted]
     rows: dict[tuple[str, int], list[dict]] = {each: [] for each in plan}
     for draw in range(args.draws):  # draw by draw: an interrupted run has them all at equal numbers
         for method, size in plan:

@@ -37,8 +37,8 @@ from laplace_debias.comparison.rows import (
     TWO_BATCH,
     ComparisonRow,
 )
-from laplace_debias.comparison.runs import evaluate_sets
-from laplace_debias.data.loaders import as_batches, bar, is_main
+from laplace_debias.comparison.runs import evaluate_sets, named_sets
+from laplace_debias.data.loaders import bar, is_main
 from laplace_debias.data.processes import from_main, together
 from laplace_debias.data.targets import IGNORED
 from laplace_debias.network.loss import likelihood_name
@@ -111,7 +111,7 @@ def compare(
             of :class:`~laplace_debias.debias.options.CrossfitOptions`, such as
             ``sampling``, and :class:`~laplace_debias.debias.options.AutoOptions` reach these only.
         prediction: Link function, its samples, and the bins of the ECE.
-        reference: Another reference than all the data.
+        reference: Another reference than all the data, and whether distances to it are measured.
         seed: Decides the draws and the random numbers of ``"mc"``.
         folder: Keeps each finished cell (method, budget, draw) as a small file there. The same
             call goes on where it was interrupted; budgets, draws, methods and reference may grow.
@@ -150,7 +150,7 @@ def compare(
     draws = work.of(n_draws)
     cells = _cells(names, budgets, draws, reference.cell(N), N)
     grid = list(map(float, default_grid(N) if prior_precisions is None else prior_precisions))
-    sets = _named_sets(test_loader, ood_loader, val_loader)
+    sets = named_sets(test_loader, ood_loader, val_loader)
     config = {
         "n_data": N,
         "prior_precisions": grid,
@@ -162,6 +162,8 @@ def compare(
     }
     if kind != "classification":
         config["likelihood"] = kind
+    if reference.distance:
+        config["distance"] = True
     data = {f"ood_loader {k}" if k else "test_loader": loader for k, loader in sets.items()}
     data["train_loader"] = whole_loader(train_loader)
     with together("opening its folder"):  # rank 0 keeps the cells, and says which there are
@@ -175,20 +177,22 @@ def compare(
 
     def evaluated(cells: list[_Cell]) -> list[list[dict[str, Any]]]:
         """Rows of some cells, from shared passes over the data."""
-        run, costs = fitting.run_of(cells)
+        run, costs, predictors = fitting.run_of(cells)
         deltas: list[float | None] = [None] if cells[0].method in LINES else [*grid]
         noise = laplace.get("sigma_noise", 1.0)
-        values = iter(
-            evaluate_sets(
-                run,
-                sets,
-                len(cells) * len(deltas),
-                prediction.n_bins,
-                likelihood=kind,
-                sigma_noise=noise,
-                ignore_index=laplace.get("ignore_index", IGNORED),
-            )
+        found = evaluate_sets(
+            run,
+            sets,
+            len(cells) * len(deltas),
+            prediction.n_bins,
+            likelihood=kind,
+            sigma_noise=noise,
+            ignore_index=laplace.get("ignore_index", IGNORED),
         )
+        if reference.distance:
+            for one, far in zip(found, fitting.distances(predictors, sets[""]), strict=True):
+                one["distance"] = far
+        values = iter(found)
         return [
             [cell.row(delta, next(values), cost) for delta in deltas]
             for cell, cost in zip(cells, costs, strict=True)
@@ -284,17 +288,3 @@ def _groups(names: list[str], cells: Mapping[str, _Cell], size: int) -> Iterator
     yield from ([name] for name in alone)
     for start in range(0, len(ordered), size):
         yield ordered[start : start + size]
-
-
-def _named_sets(
-    test_loader: Iterable[Any],
-    ood_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None,
-    val_loader: Iterable[Any] | None,
-) -> dict[str, Iterable[Any]]:
-    """Evaluation sets by prefix of their metrics; the test set has none."""
-    sets = {"": as_batches(test_loader)}
-    if val_loader is not None:
-        sets["val"] = as_batches(val_loader)
-    if ood_loader is None:
-        return sets
-    return sets | (dict(ood_loader) if isinstance(ood_loader, Mapping) else {"ood": ood_loader})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,11 +36,13 @@ from laplace_debias.comparison.rows import (
     TWO_BATCH,
 )
 from laplace_debias.comparison.runs import Run, plain_run, predictor_run
+from laplace_debias.data.reading import read
 from laplace_debias.data.targets import IGNORED
 from laplace_debias.debias.options import AutoOptions, CrossfitOptions
 from laplace_debias.debias.spectrum import FitResult
+from laplace_debias.evaluation.distance import diagonal_predictives, log_ratio_of_deviations
 from laplace_debias.network.loss import Likelihood
-from laplace_debias.network.upstream import posterior_params
+from laplace_debias.network.upstream import device_of, posterior_params
 from laplace_debias.posterior.debiased import DebiasedPosterior
 from laplace_debias.predictive.diagonal import DiagonalPredictor, diagonal_ggn
 from laplace_debias.predictive.predictor import StructuredPredictor
@@ -89,11 +92,14 @@ class Fitting:
         """Key of the targets in mini-batches that are mappings."""
         return str(self.laplace.get("dict_key_y", "labels"))
 
-    def run_of(self, cells: Sequence[tuple[str, int, int]]) -> tuple[Run, list[Cost | None]]:
+    def run_of(
+        self, cells: Sequence[tuple[str, int, int]]
+    ) -> tuple[Run, list[Cost | None], list[StructuredPredictor]]:
         """Fit some cells ``(method, budget, draw)`` that share passes; return their predictions.
 
         Returns:
-            The run, numbered ``cell * k + i``, and what each fit cost.
+            The run, numbered ``cell * k + i``, what each fit cost, and the predictors of those
+            that have a posterior.
         """
         method = cells[0][0]
         if method in (PLAIN, TEMPERATURE):
@@ -107,16 +113,40 @@ class Fitting:
                 )
             seconds = time.perf_counter() - start
             cost: Cost = {"forward": 0, "backward": 0, "seconds": seconds}
-            return plain_run(self.model, self.key_y, self.likelihood, T), [cost]
+            return plain_run(self.model, self.key_y, self.likelihood, T), [cost], []
         fitted = [self._predictor(*cell) for cell in cells]
-        prediction = self.prediction
-        run = predictor_run(
-            [predictor for predictor, _ in fitted],
-            prediction.link_approx,
-            prediction.n_samples,
-            self.seed,
-        )
-        return run, [cost for _, cost in fitted]
+        predictors, prediction = [predictor for predictor, _ in fitted], self.prediction
+        link, n_samples = prediction.link_approx, prediction.n_samples
+        run = predictor_run(predictors, link, n_samples, self.seed)
+        return run, [cost for _, cost in fitted], predictors
+
+    def distances(
+        self, predictors: Sequence[StructuredPredictor], loader: Iterable[Any]
+    ) -> list[float]:
+        """Distance of each posterior to the reference at each prior precision.
+
+        Args:
+            predictors: See :meth:`run_of`; of none, of the plain network, the distance is infinite.
+            loader: Its first mini-batch has the inputs.
+
+        Returns:
+            Distances, numbered ``cell * k + i``.
+        """
+        if not predictors:
+            return [float("inf")]
+        reference, _ = self._reference_fit
+        batch = next(iter(read(loader, device_of(reference.la), self.key_y)))
+        results = diagonal_predictives([*predictors, reference], batch[0])
+        exact = results[-1].covariance  # [k, n, C]
+        found = [log_ratio_of_deviations(result.covariance, exact) for result in results[:-1]]
+        values: list[float] = torch.cat(found).tolist()
+        return values
+
+    @cached_property
+    def _reference_fit(self) -> tuple[StructuredPredictor, Cost | None]:
+        """The reference, fitted once if every posterior is held against it."""
+        _, method, size = self.reference.cell(self.n_data)
+        return self._posterior_predictor(method, size, -1)
 
     def _predictor(
         self, method: str, budget: int, draw: int
@@ -132,6 +162,14 @@ class Fitting:
             h = diagonal_ggn(self.model, la.parameter_names, loader, self.likelihood)
             C = la.n_outputs - (self.likelihood == "classification")
             return DiagonalPredictor(la, h, self.grid), _cost(self.n_data, start, C)
+        if method in (FULL, LARGE) and self.reference.distance:
+            return self._reference_fit
+        return self._posterior_predictor(method, budget, draw)
+
+    def _posterior_predictor(
+        self, method: str, budget: int, draw: int
+    ) -> tuple[StructuredPredictor, Cost | None]:
+        """The same of a Kron posterior."""
         posterior = self.posterior(method, budget, draw)
         cost = getattr(posterior, "fit_cost", None)
         found = cost and {

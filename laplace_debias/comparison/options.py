@@ -88,6 +88,9 @@ class Reference:
         posterior: A fitted approximation to use as it is, e.g. one loaded from a file.
         size: Fit it on that many random data (or, with ``posterior``, it was); the reference is
             then called ``"large-batch"``.
+        distance: Whether every posterior's ``posterior_distance`` to the reference is measured as
+            well, on the first mini-batch of the test data, at each prior precision: the metric
+            ``"distance"``. A call that makes any cell then fits the reference.
 
     Raises:
         ValueError: If the size is below 1.
@@ -99,6 +102,7 @@ class Reference:
 
     posterior: KronLaplace | None = None
     size: int | None = None
+    distance: bool = False
 
     def __post_init__(self) -> None:
         """Check the size."""

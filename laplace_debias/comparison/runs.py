@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from laplace.baselaplace import KronLaplace
 from torch import Tensor, nn
 
+from laplace_debias.data.loaders import as_batches
 from laplace_debias.data.processes import together, total
 from laplace_debias.data.reading import read
 from laplace_debias.data.targets import IGNORED
@@ -28,7 +29,7 @@ from laplace_debias.predictive.predictions import (
 )
 from laplace_debias.predictive.predictor import SharedPredictor, StructuredPredictor
 
-__all__ = ["Run", "evaluate_sets", "laplace_run", "plain_run", "predictor_run"]
+__all__ = ["Run", "evaluate_sets", "laplace_run", "named_sets", "plain_run", "predictor_run"]
 
 # takes (i, prediction, targets or None) of each prediction i
 Update = Callable[[int, Prediction, Tensor | None], None]
@@ -214,6 +215,29 @@ def evaluate_sets(
         if classes:
             id_entropies = id_entropies or [metric.entropies for metric in metrics]
     return values
+
+
+def named_sets(
+    test_loader: Iterable[Any],
+    ood_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None,
+    val_loader: Iterable[Any] | None,
+) -> dict[str, Iterable[Any]]:
+    """Evaluation sets by prefix of their metrics; the test set has none.
+
+    Args:
+        test_loader: The test set.
+        ood_loader: Another set, or several by name.
+        val_loader: Validation data.
+
+    Returns:
+        Loaders by prefix.
+    """
+    sets = {"": as_batches(test_loader)}
+    if val_loader is not None:
+        sets["val"] = as_batches(val_loader)
+    if ood_loader is None:
+        return sets
+    return sets | (dict(ood_loader) if isinstance(ood_loader, Mapping) else {"ood": ood_loader})
 
 
 def _set_values(

@@ -24,7 +24,9 @@ from laplace_debias.data.loaders import bar, is_main
 from laplace_debias.data.processes import from_main, processes, total
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.certificate import (
+    SPLITS,
     estimated_distance,
+    evenly_split,
     input_noise,
     log_deviations,
     probe_gradients,
@@ -45,7 +47,6 @@ from laplace_debias.network.ownership import rows_key
 __all__ = ["fit_auto"]
 
 FIRST_ROUND = 64
-SPLITS = (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2)))
 
 
 def fit_auto(
@@ -240,7 +241,8 @@ class _Fit:
             if halves:
                 others = torch.stack([log_deviations(half, J, ridges) for half in halves])
                 rarity = 1.0 if rounds.stale is not None else rounds.drawn.rarity(rounds.scale)
-                errors = (others[0::2] - others[1::2]) / 2 * (rarity / len(SPLITS)) ** 0.5
+                errors = evenly_split((others[0::2] - others[1::2]) / 2)
+                errors = errors * (rarity / len(SPLITS)) ** 0.5
                 # The correction has removed what falls as 1 / n. The rest falls as 1 / n^2: halves
                 # have four times as much of it.
                 bias = (others.mean(0) - theta) / (3.0 if self.correct else 1.0)

@@ -11,7 +11,8 @@ direction, stand for all.
 
 Draws come in four independent groups. The three ways to split them into halves give three
 posteriors against three others: half their difference varies as the error of the whole does
-(variance), but for what drawing without replacement saves. The mean of the halves differs from
+(variance), but for what drawing without replacement saves, and what evenly spread draws save where
+neighbours are alike (:func:`evenly_split`). The mean of the halves differs from
 the whole by three times the whole's bias, if the correction for the inverse leaves what falls as
 :math:`1 / n^2` (bias). Three splits know a standard deviation badly, and too small on average: by
 :math:`c_4 = \sqrt{2/3}\, \Gamma(2) / \Gamma(3/2)` of three degrees of freedom. The estimate divides
@@ -34,10 +35,21 @@ from laplace_debias.network.layers import is_transposed
 from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import check_outputs
 
-__all__ = ["estimated_distance", "input_noise", "log_deviations", "probe_gradients"]
+__all__ = [
+    "SPLITS",
+    "estimated_distance",
+    "evenly_split",
+    "input_noise",
+    "log_deviations",
+    "probe_gradients",
+]
 
+SPLITS = (((0, 2), (1, 3)), ((0, 1), (2, 3)), ((0, 3), (1, 2)))
+"""Ways to split four groups, dealt in turn, into halves; those of the first are evenly spread."""
 N_FREE = 3
 """Degrees of freedom of the variance that three splits of four groups show."""
+CERTAIN_RATIO = 3.0
+"""How many times smaller a mean square has to be before its ratio counts."""
 
 
 def probe_gradients(
@@ -140,6 +152,40 @@ def input_noise(
         X = (X * block.lam_B.double().sqrt()[:, None]).to(J)
         change += (X @ (Q.T @ delta.to(J) @ Q) * X).sum((1, 2)).double()
     return -0.5 * change / (2 * log_deviations(blocks, gradients, ridges)).exp()
+
+
+def evenly_split(errors: Tensor) -> Tensor:
+    r"""Errors of the three splits, without what only halves of neighbours show.
+
+    Draws are spread evenly along an order of similar pairs, and dealt into four groups in turn.
+    The halves of the first split take every second draw: they are spread evenly themselves, as the
+    whole is. Those of the others take two neighbours and leave out two, and err more where
+    neighbours are alike, while all three splits err alike where draws are as good as independent.
+    With the mean squares :math:`m_s` over probes, errors of the other two splits are multiplied by
+
+    .. math:: \sqrt{\min(1, \kappa\, q)}, \qquad q = \frac{2 m_1}{m_2 + m_3}, \qquad \kappa = 3,
+
+    so that only a ratio counts that chance does not bring about easily.
+
+    Args:
+        errors: Half the difference of the halves of each of :data:`SPLITS`, at n probes,
+            ``[3, n]``.
+
+    Returns:
+        Errors ``[3, n]``, none larger.
+
+    Example:
+        >>> evenly_split(torch.tensor([[0.1], [1.0], [1.0]]))
+        tensor([[0.1000],
+                [0.1732],
+                [0.1732]])
+    """
+    squares = errors.square().mean(1)
+    others = float(squares[1:].mean())
+    if others <= 0:
+        return errors
+    share = min(1.0, CERTAIN_RATIO * float(squares[0]) / others)
+    return torch.cat([errors[:1], share**0.5 * errors[1:]])
 
 
 def estimated_distance(errors: Tensor, bias: Tensor, n_draws: int = 4096) -> tuple[float, float]:

@@ -54,7 +54,8 @@ def crossfit_factor(
         sizes: Number of data in each fold.
         monotone: Whether to project the eigenvalues onto rising sequences.
         null_tol: Eigenvalues up to ``null_tol`` times the largest count as zero; by default what
-            rounding in the factors' type makes of a zero, see ``null_tolerance``.
+            rounding makes of a zero, see ``null_tolerance``: in the factors' type for directions of
+            fewer data than dimensions, in float64 for others.
         name: What the factor is called in errors.
 
     Returns:
@@ -105,7 +106,6 @@ def crossfit_spectrum(
         tensor([1., 4.], dtype=torch.float64)
     """
     _check_folds(means, sizes, name)
-    tol = null_tolerance(means[0]) if null_tol is None else null_tol
     folds = [M.double() for M in means]
     total = float(sum(sizes))
     scaled = [size * M for size, M in zip(sizes, folds, strict=True)]
@@ -113,6 +113,8 @@ def crossfit_spectrum(
     lam = torch.zeros(len(Q), dtype=torch.float64, device=Q.device)
     for size, held_out, others in zip(sizes, folds, sums_of_others(scaled), strict=True):
         mu, Q_others = fold_directions(others, means[0].dtype, name)
+        few = total - size < len(Q)
+        tol = null_tolerance(means[0] if few else folds[0]) if null_tol is None else null_tol
         lam += size / total * curvatures_along(held_out, Q_others, mu, null_tol=tol)
     return Q, pooled.clamp(min=0) / total, isotonic(lam) if monotone else lam
 

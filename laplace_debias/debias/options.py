@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
 
 import torch
@@ -93,18 +95,17 @@ class AutoOptions:
 
     def __post_init__(self) -> None:
         """Check what can be checked without data."""
-        for name, below in (("tolerance", 1.0), ("max_seconds", float("inf"))):
+        limits = (("tolerance", 1.0, "0.05 is 5 % off"), ("max_seconds", math.inf, "leave it out"))
+        for name, below, remedy in limits:
             value = getattr(self, name)
-            if value is not None and not 0 < float(value) < below:
+            if value is not None and not (isinstance(value, Real) and 0 < float(value) < below):
                 raise ValueError(
-                    f"Expected a positive `{name}` below {below:g}, got {value!r}. Remedy: "
-                    "tolerance=0.05 asks for standard deviations within 5 % of the full batch's."
+                    f"Expected a positive `{name}` below {below:g}, got {value!r}. Remedy: {remedy}."
                 )
         for name, least in (("n_passes", MIN_PASSES), ("n_pool", MIN_PASSES)):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (whole and value >= least):
                 raise ValueError(
                     f"Expected `{name}` as a whole number of at least {least}, got {value!r}. "
                     "Remedy: pass a larger one, or leave it out."

@@ -10,6 +10,8 @@ determines.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from laplace.baselaplace import KronLaplace
 from torch import Tensor
@@ -21,7 +23,12 @@ from laplace_debias.predictive.predictor import (
     StructuredPredictor,
 )
 
-__all__ = ["far_inputs", "posterior_distance"]
+__all__ = [
+    "diagonal_predictives",
+    "far_inputs",
+    "log_ratio_of_deviations",
+    "posterior_distance",
+]
 
 
 def posterior_distance(la: KronLaplace, reference: KronLaplace, x: Inputs) -> float:
@@ -47,26 +54,49 @@ def posterior_distance(la: KronLaplace, reference: KronLaplace, x: Inputs) -> fl
         >>> posterior_distance(*las, X)
         0.0
     """
-    variances = [result.covariance.double() for result in _predictives(la, reference, x)]
-    if variances[0].shape != variances[1].shape:
+    predictors = [StructuredPredictor(one, keep_graph=False) for one in (la, reference)]
+    found, exact = (result.covariance for result in diagonal_predictives(predictors, x))
+    return float(log_ratio_of_deviations(found, exact).mean())
+
+
+def log_ratio_of_deviations(variances: Tensor, reference: Tensor) -> Tensor:
+    """Absolute log ratio of standard deviations, mean over inputs and outputs.
+
+    Args:
+        variances: Predictive variances ``[..., n, C]``.
+        reference: Those of the reference, of the same shape.
+
+    Returns:
+        Distances ``[...]``, in float64.
+
+    Raises:
+        ValueError: If shapes differ, or a variance is not positive.
+
+    Example:
+        >>> log_ratio_of_deviations(torch.full((5, 1), 4.0), torch.ones(5, 1)).exp()
+        tensor(2., dtype=torch.float64)
+    """
+    if variances.shape != reference.shape:
         raise ValueError(
-            f"Expected two posteriors with the same outputs, got {list(variances[0].shape)} and "
-            f"{list(variances[1].shape)}. Remedy: build both around the same network."
+            f"Expected two posteriors with the same outputs, got {list(variances.shape)} and "
+            f"{list(reference.shape)}. Remedy: build both around the same network."
         )
-    if not all(bool((v > 0).all() & torch.isfinite(v).all()) for v in variances):
+    both = variances.double(), reference.double()
+    if not all(bool((v > 0).all() & torch.isfinite(v).all()) for v in both):
         raise ValueError(
             "Expected positive, finite predictive variances, got others. Remedy: fit in float64 "
             "(`model.double()`), or raise the prior precision."
         )
-    return float(0.5 * (variances[0].log() - variances[1].log()).abs().mean())
+    return 0.5 * (both[0].log() - both[1].log()).abs().mean((-2, -1))
 
 
-def _predictives(la: KronLaplace, reference: KronLaplace, x: Inputs) -> list[LinearizedPredictive]:
-    """Both predictives with variances only, from shared passes where the network is the same."""
-    predictors = [StructuredPredictor(one, keep_graph=False) for one in (la, reference)]
-    ids = [[id(p) for p in predictor.params] for predictor in predictors]
+def diagonal_predictives(
+    predictors: Sequence[StructuredPredictor], x: Inputs
+) -> list[LinearizedPredictive]:
+    """Predictives with variances only, from shared passes where all are around one network."""
+    ids = {tuple(id(p) for p in predictor.params) for predictor in predictors}
     with torch.no_grad():
-        if ids[0] == ids[1]:
+        if len(ids) == 1:
             return SharedPredictor(predictors)(x, diagonal_output=True)
         return [predictor(x, diagonal_output=True) for predictor in predictors]
 

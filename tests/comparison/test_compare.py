@@ -3,11 +3,12 @@
 import copy
 import importlib
 import json
+import math
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from laplace_debias.comparison import (
     CustomMethod,
@@ -18,6 +19,7 @@ from laplace_debias.comparison import (
 )
 from laplace_debias.comparison.draws import draw_generator, draw_loaders
 from laplace_debias.comparison.fitting import Fitting
+from laplace_debias.evaluation.distance import posterior_distance
 from laplace_debias.evaluation.evaluate import evaluate
 from laplace_debias.posterior.debiased import DebiasedPosterior
 from laplace_debias.posterior.kron import Laplace
@@ -217,6 +219,31 @@ def test_a_given_reference_is_used(problem):
     given = run(problem, n_draws=1, reference=Reference(posterior=la))
     for a, b in zip(given.select("full"), run(problem, n_draws=1).select("full"), strict=True):
         assert a.metrics["nll"] == pytest.approx(b.metrics["nll"], rel=1e-9)
+
+
+def test_distances_are_those_of_the_posteriors(problem, tmp_path):
+    model, train, test, _ = problem
+    options = dict(methods=("plain", "single", "auto", "full"), baselines=("last-layer",))
+    options |= dict(n_draws=1, budgets=(8,), reference=Reference(distance=True))
+    result = run(problem, folder=tmp_path, **options)
+    las = [Laplace(model, "classification", "all", "kron", debias="single") for _ in "ab"]
+    drawn = Subset(train.dataset, torch.randperm(N, generator=draw_generator(0, 0))[:8].tolist())
+    las[0].fit(DataLoader(drawn, batch_size=8), n_data=N)
+    las[1].fit(train)
+    x, _ = next(iter(test))
+    for row, delta in zip(result.select("single"), GRID, strict=True):
+        for la in las:
+            la.prior_precision = delta
+        wanted = posterior_distance(*las, x)
+        assert wanted > 0.01
+        assert row.metrics["distance"] == pytest.approx(wanted, rel=1e-9)
+    assert all(row.metrics["distance"] == 0 for row in result.select("full"))
+    assert result.select("plain")[0].metrics["distance"] == math.inf
+    assert result.select("last-layer")[0].metrics["distance"] > 0.1
+    assert result.gap("distance", "auto", 8).gap < result.gap("distance", "single", 8).gap
+    assert "distance" in str(result)
+    assert run(problem, folder=tmp_path, **options) == result  # as kept in files
+    assert "distance" not in run(problem, n_draws=1, budgets=(8,)).metrics
 
 
 @pytest.mark.parametrize("link_approx", ["probit", "mc"])

@@ -49,7 +49,9 @@ def test_options_of_crossfit_reach_it_alone():
 
 def test_costs_are_those_of_the_fits():
     fitting = _fitting()
-    run, costs = fitting.run_of([("single", 8, 0), ("two-batch", 8, 0), ("prior-only", 0, -1)])
+    cells = [("single", 8, 0), ("two-batch", 8, 0), ("prior-only", 0, -1)]
+    run, costs, predictors = fitting.run_of(cells)
+    assert len(predictors) == 3
     assert [cost["backward"] for cost in costs] == [8, 8, 0]
     found = {}
     X, y = fitting.train_loader.dataset.tensors

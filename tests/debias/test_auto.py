@@ -232,8 +232,10 @@ def test_a_saved_posterior_is_restored(net):
     ("options", "words"),
     [
         ({"tolerance": 0.0}, "positive `tolerance` below 1"),
+        ({"tolerance": "5 %"}, "positive `tolerance` below 1, got .5 %.. Remedy: 0.05"),
         ({"tolerance": -1}, "positive `tolerance` below 1"),
         ({"tolerance": 5}, "positive `tolerance` below 1, got 5"),
+        ({"max_seconds": 0}, "`max_seconds` below inf, got 0. Remedy: leave it out"),
         ({"max_seconds": float("inf")}, "positive `max_seconds` below inf"),
         ({"n_passes": 4}, "at least 8"),
         ({"n_passes": 10.5}, "whole number"),
@@ -334,6 +336,26 @@ def test_splits_are_the_three_ways_to_halve_four_groups():
     expected = {frozenset(map(frozenset, ((p, q), {0, 1, 2, 3} - {p, q}))) for p, q in
                 ((0, 1), (0, 2), (0, 3))}  # fmt: skip
     assert halves == expected and len(module.SPLITS) == 3
+
+
+def test_draws_along_a_line_err_less_than_halves_of_neighbours(monkeypatch):
+    """The first split's halves take every second draw; what only the others show is no noise."""
+    torch.manual_seed(0)
+    line = torch.linspace(-2, 2, 300, dtype=torch.float64)[:, None]
+    net = nn.Sequential(nn.Linear(1, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 1))
+    with torch.no_grad():
+        net.double()[0].weight.mul_(2)
+        net[2].weight.mul_(2)
+    seen, plain, estimates = [], module.evenly_split, []
+    options = dict(tolerance=None, n_passes=24, sigma_noise=0.1, prior_precision=0.1)
+    for split in (plain, lambda errors: errors):
+        monkeypatch.setattr(module, "evenly_split", lambda e, f=split: seen.append(e) or f(e))
+        g = torch.Generator().manual_seed(0)
+        la = auto(net, "regression", data=(line, line.sin()), n_data=300, generator=g, **options)
+        estimates.append(la.fit_report.distance)
+    even, *others = seen[0].square().mean(1).tolist()
+    assert 3 * even < sum(others) / 2
+    assert estimates[0] < 0.85 * estimates[1]
 
 
 def test_what_is_left_of_the_full_batch_is_not_cut_into_two_rounds(net, monkeypatch):

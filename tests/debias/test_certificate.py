@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from laplace_debias.debias.certificate import (
+    SPLITS,
     estimated_distance,
+    evenly_split,
     input_noise,
     log_deviations,
     probe_gradients,
@@ -105,16 +107,46 @@ def test_the_estimate_is_right_on_average_and_the_bound_holds(n_probes):
     truths, estimates, below = [], [], []
     for _ in range(2000):
         groups = torch.randn(4, n_probes, generator=generator, dtype=torch.float64) * size
-        splits = [(0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 1, 2)]
-        pairs = [(groups[[a, b]].mean(0) - groups[[c, d]].mean(0)) / 2 for a, b, c, d in splits]
-        estimate, error = estimated_distance(
-            torch.stack(pairs) / 3**0.5, torch.zeros(n_probes), 300
-        )
+        pairs = [(groups[list(a)].mean(0) - groups[list(b)].mean(0)) / 2 for a, b in SPLITS]
+        errors = torch.stack(pairs) / 3**0.5
+        estimate, error = estimated_distance(errors, torch.zeros(n_probes), 300)
         truths.append(float(groups.mean(0).abs().mean()))
         estimates.append(estimate)
         below.append(truths[-1] <= estimate + 2 * error)
     assert sum(estimates) / sum(truths) == pytest.approx(1.0, abs=0.06)
     assert sum(below) / len(below) > 0.9
+
+
+@pytest.mark.parametrize(("n_probes", "share"), [(8, 0.95), (32, 1.0)])
+def test_splits_of_independent_draws_stay_as_they_are(n_probes, share):
+    """Chance alone hardly brings the errors down: less than 5 % on average with eight probes."""
+    generator = torch.Generator().manual_seed(4)
+    errors = torch.randn(2000, 3, n_probes, generator=generator, dtype=torch.float64)
+    kept = torch.stack([evenly_split(e) for e in errors])
+    assert bool((kept.abs() <= errors.abs()).all())
+    assert float(kept.square().mean() / errors.square().mean()) >= share - 1e-3
+
+
+def test_the_error_of_draws_along_a_line_is_not_taken_for_that_of_neighbours():
+    """Means over evenly spread points on a circle of smooth functions, whose true means are 0."""
+    generator, n = torch.Generator().manual_seed(5), 32
+    truths, plain, even = [], [], []
+    k = torch.arange(1, 97, dtype=torch.float64)
+    for _ in range(200):
+        phases = torch.rand(40, 1, 96, generator=generator, dtype=torch.float64)
+        x = torch.arange(n, dtype=torch.float64)[:, None] / n
+        f = (k**-2 * torch.cos(2 * math.pi * (k * x + phases))).sum(2)  # [probes, draws]
+        groups = torch.stack([f[:, g::4].mean(1) for g in range(4)])
+        errors = torch.stack(
+            [(groups[list(a)].mean(0) - groups[list(b)].mean(0)) / 2 for a, b in SPLITS]
+        )
+        truths.append(float(f.mean(1).abs().mean()))
+        zeros, scale = torch.zeros(len(f)), 3**-0.5
+        plain.append(estimated_distance(errors * scale, zeros, 64)[0])
+        even.append(estimated_distance(evenly_split(errors) * scale, zeros, 64)[0])
+    ratios = [sum(found) / sum(truths) for found in (plain, even)]
+    assert ratios[1] < 0.8 * ratios[0]
+    assert ratios[1] > 1  # still on the safe side
 
 
 def test_a_report_has_three_lines_and_says_when_it_does_not_know():

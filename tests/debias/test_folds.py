@@ -235,3 +235,19 @@ def test_large_factors_in_single_precision_keep_their_scale(monkeypatch):
     mu, Q = fold_directions(M, torch.float32)
     torch.testing.assert_close(mu, torch.linalg.eigvalsh(M), rtol=1e-5, atol=0)
     torch.testing.assert_close((Q * mu) @ Q.T, M, rtol=1e-4, atol=1e-4 * float(M.max()))
+
+
+def test_small_curvatures_of_many_data_are_no_null_space_in_single_precision():
+    """A steep spectrum below single precision's zero, from more data than dimensions."""
+    generator = torch.Generator().manual_seed(0)
+    d, n = 30, 90
+    scale = torch.logspace(0, -4, d, dtype=torch.float64)  # eigenvalues fall over eight orders
+    rows = torch.randn(2 * n, d, dtype=torch.float64, generator=generator) * scale
+    exact, _ = crossfit_factor([gram(part) for part in rows.split(n)], [n, n])
+    folds = [gram(part).float() for part in rows.split(n)]
+    found, _ = crossfit_factor(folds, [n, n])
+    averaged, _ = crossfit_factor(folds, [n, n], null_tol=null_tolerance(folds[0]))
+    off, far_off = (float((lam / exact).log().abs().max()) for lam in (found, averaged))
+    assert off < 0.5 < 1.5 < far_off
+    few, _ = crossfit_factor(folds, [20, 20])  # said to be of fewer data than dimensions
+    assert torch.equal(few, crossfit_factor(folds, [20, 20], null_tol=null_tolerance(folds[0]))[0])

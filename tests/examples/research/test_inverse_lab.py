@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from examples.research import inverse_lab
-from examples.research.inverse_lab import certificate, leak, prior_changes, rows_of, table
+from examples.research.inverse_lab import certificate, leak, log_dets, prior_changes, rows_of, table
 from examples.research.inverse_problems import InverseProblem, mlp
 
 
@@ -24,7 +24,24 @@ def test_every_method_has_its_distances(tmp_path, monkeypatch):
     assert "| auto |" in table(p, rows)
     assert rows_of(p, ["auto"], 2, tmp_path) == [r for r in rows if r["method"] == "auto"]
     assert certificate(p, 2, tmp_path).count("\n") == 1
+    assert log_dets(p, rows).count("| made | 1 |") == 2
     assert "made" in prior_changes(p, 1)
+
+
+def test_parts_of_cross_fitting_without_noise_are_the_full_batch():
+    p = problem()
+    full = inverse_lab.reference(p, 1.0)._posterior()
+    for fit, values in inverse_lab.parts_of(p, full, len(p.x), 0)["pooled basis, all data's"]:
+        for found, wanted in zip(values, full.lam, strict=True):  # the basis is that of all data
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+        assert len(fit.Q) == len(full.Q)
+
+
+def test_cross_fitting_is_shown_part_by_part(monkeypatch):
+    monkeypatch.setattr(inverse_lab, "clusters", lambda training: problem())
+    assert inverse_lab.crossfit_parts(1, 2, 16).count("\n") == 5
+    assert inverse_lab.crossfit_rounded(1, 2, 16).count("\n") == 2
 
 
 def test_large_curvature_leaks_into_small_directions(tmp_path):
