@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from laplace_debias.network.preserve import Change, held
@@ -16,15 +16,17 @@ from laplace_debias.network.preserve import Change, held
 __all__ = ["check_no_autocast", "check_runnable", "uncompiled"]
 
 
-def check_runnable(model: nn.Module) -> None:
+def check_runnable(model: nn.Module, copied: bool = False) -> None:
     """Raise for models that no hook can look into, or whose parameters have no curvature yet.
 
     Args:
         model: The network.
+        copied: Whether it will be copied, as laplace-torch does for a last layer.
 
     Raises:
         ValueError: If it is compiled to TorchScript, has parameters without a shape or made in
-            inference mode, or complex parameters that require a gradient.
+            inference mode, or complex parameters that require a gradient; or if it has to be
+            copied and holds a tensor with a graph.
 
     Example:
         >>> check_runnable(nn.Linear(2, 1))
@@ -35,6 +37,15 @@ def check_runnable(model: nn.Module) -> None:
             "whose layers cannot be observed. Remedy: pass the module that `torch.jit.script` or "
             "`torch.jit.trace` was given."
         )
+    for name, m in model.named_modules() if copied else ():
+        graphs = [k for k, v in vars(m).items() if isinstance(v, Tensor) and not v.is_leaf]
+        if graphs:
+            raise ValueError(
+                f"Expected a model that can be copied, got '{name}' with a computed tensor, "
+                f"'{graphs[0]}' (the old `torch.nn.utils.weight_norm`, or a result that `forward` "
+                "keeps). Remedy: `torch.nn.utils.parametrizations.weight_norm`, "
+                "`remove_weight_norm`, or keep a detached tensor."
+            )
     for name, p in model.named_parameters():
         if is_lazy(p):
             raise ValueError(

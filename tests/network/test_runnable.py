@@ -138,6 +138,16 @@ def test_old_weight_norms_are_named_with_their_successors():
         Laplace(net, "classification", "all", "kron", debias=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_last_layer_needs_a_model_that_can_be_copied():
+    net = network()
+    net[0] = nn.utils.weight_norm(net[0])
+    with pytest.raises(ValueError, match=r"'0' with a computed tensor, 'weight'.*parametrizations"):
+        Laplace(net, "classification", "last_layer", "kron", debias=True)
+    nn.utils.remove_weight_norm(net[0])
+    check_runnable(net, copied=True)
+
+
 def wholly_compiled(net: nn.Module) -> nn.Module:
     return torch.compile(net, backend="eager")
 
