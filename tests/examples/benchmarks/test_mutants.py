@@ -83,10 +83,9 @@ def test_namesake_tests_come_first():
     [("assert True", True), ("assert False", False), ("while True: pass", False)],
 )
 def test_failing_and_endless_tests_do_not_pass(tmp_path, monkeypatch, body, passed):
-    monkeypatch.setattr(mutants, "CPU_SECONDS", 20)
     monkeypatch.setattr(mutants, "WALL_SECONDS", 3 if "while" in body else 60)
     (tmp_path / "test_it.py").write_text(f"def test_it():\n    {body}\n")
-    assert mutants.passes(tmp_path, ["test_it.py"]) is passed
+    assert mutants.passes(tmp_path, ["test_it.py"], 20) is passed
 
 
 def test_only_survivors_are_shown(session):
