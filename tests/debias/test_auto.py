@@ -375,6 +375,19 @@ def test_halves_show_the_noise_of_the_whole(net, monkeypatch, stale):
     torch.testing.assert_close(seen[-1][:3], expected)
 
 
+@pytest.mark.parametrize("pool", [100, 200])
+def test_a_pool_that_is_no_training_set_has_noise_of_its_inputs(net, monkeypatch, pool):
+    seen = []
+
+    def estimated_distance(errors, bias):
+        seen.append(len(errors))
+        return 0.5, 0.1
+
+    monkeypatch.setattr(module, "estimated_distance", estimated_distance)
+    auto(net, tolerance=None, n_passes=60, n_pool=pool)
+    assert seen[-1] == len(module.SPLITS) + (pool < 200)
+
+
 def test_a_progress_bar_counts_the_pool_and_backward_passes(net, capsys):
     la = Laplace(net, "classification", "all", "kron", debias="auto", tolerance=None, n_passes=33)
     la.fit(DataLoader(TensorDataset(X, Y), 50), progress_bar=True)

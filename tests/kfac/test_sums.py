@@ -101,6 +101,14 @@ def test_a_process_without_data_adds_no_rows_to_the_few_of_the_others():
         assert zero == ((columns, columns) if rows == columns else (0, columns))
 
 
+def test_factors_that_kept_outputs_or_rows_are_refused(monkeypatch):
+    own = of(slice(0, 6))
+    kept = {"outputs": torch.zeros(6, 3)}, {"rows": (torch.zeros(6, 3), *[None] * 5)}
+    for more in kept:
+        with pytest.raises(ValueError, match="without outputs and rows.*Remedy"):
+            in_two(monkeypatch, replace(own, **more), None)
+
+
 def test_rows_of_layers_that_few_data_reach_are_counted_by_layer(monkeypatch):
     """One row, or none, in this process; A is averaged by rows, not by data."""
     own, other = of(slice(0, 6)), of(slice(6, 12))

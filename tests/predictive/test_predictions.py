@@ -68,6 +68,22 @@ def test_sampled_links_converge_to_the_mean_of_the_softmax(method, cls):
     assert (error < 5 * draws.softmax(-1).std(0) * (1 / S + 1 / 200_000) ** 0.5).all()
 
 
+@pytest.mark.parametrize("labels", [True, False])
+def test_sampled_links_are_means_over_the_samples_themselves(labels):
+    la, x = build(STRUCTURED["mlp"]())
+    predictor = StructuredPredictor(la, GRID)
+    _, samples = predictor.samples(x, 7, torch.Generator().manual_seed(3))
+    found = glm_predictions(
+        predictor, x, regression=False, link_approx="mc", method="samples", n_samples=7,
+        generator=torch.Generator().manual_seed(3), labels=labels,
+    )  # fmt: skip
+    for (log_probs,), drawn in zip(found, samples, strict=True):
+        if labels:
+            log_probs = log_probs[..., 1]  # of yes
+        expected = drawn.sigmoid() if labels else drawn.softmax(-1)
+        torch.testing.assert_close(log_probs.exp(), expected.mean(0), **EXACT)
+
+
 def test_sampled_covariances_are_those_of_the_samples():
     """With a generator of one's own, which draws the very weights that are averaged over."""
     la, x = build(STRUCTURED["mlp"](), likelihood="regression")
