@@ -5,7 +5,7 @@ import torch
 from laplace.baselaplace import KronLaplace
 from laplace.lllaplace import KronLLLaplace
 
-from laplace_debias.predictive.predictions import cheapest_method, glm_predictions
+from laplace_debias.predictive.predictions import cheapest_method, chunk_sizes, glm_predictions
 from laplace_debias.predictive.predictor import StructuredPredictor
 from tests.cases_predictive import STRUCTURED
 from tests.fitted_predictive import EXACT, build, double_precision, fitted_cnn  # noqa: F401
@@ -159,3 +159,8 @@ def test_a_temperature_divides_logits_and_their_deviations():
 )
 def test_auto_takes_the_way_that_costs_least(C, k, S, diagonal, top, shared, way):
     assert cheapest_method(C, k, S, diagonal=diagonal, top=top, shared=shared) == way
+
+
+def test_outputs_are_cut_only_where_many_data_do_not_fit():
+    assert chunk_sizes(32, 20, "variance", 2**40, 2**24, 2**22)[1] is None
+    assert chunk_sizes(32, 20, "variance", 2**30, 2**24, 2**22) == (16, 10)
