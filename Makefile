@@ -36,9 +36,15 @@ bench: $(READY)
 	$(PY) -W ignore -m examples.benchmarks.lora
 	$(PY) -W ignore -m examples.benchmarks.quadratics
 
-# which lines of kfac/, debias/ and predictive/ no test guards: a seeded sample, goes on where it stopped
-mutants: $(READY)
-	nice -n 15 $(PY) -W ignore -m examples.benchmarks.mutants --n 300 --results mutants.jsonl
+# which lines of kfac/, debias/ and predictive/ of the last commit no test guards: a seeded sample of cosmic-ray's
+# mutants, in a clone under build/; goes on where it stopped
+.venv-mutants/.ready:
+	$(PYTHON) -m venv .venv-mutants
+	.venv-mutants/bin/pip install --quiet --disable-pip-version-check cosmic-ray==8.7.0 parso==0.8.7 SQLAlchemy==2.1.8
+	touch $@
+
+mutants: $(READY) .venv-mutants/.ready
+	nice -n 15 $(PY) -W ignore -m examples.benchmarks.mutants --n 300 --seed 0
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
@@ -60,4 +66,4 @@ dist:
 	.venv-dist/bin/twine check --strict dist/*
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-dist build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .coverage
+	rm -rf $(VENV) .venv-lowest .venv-dist .venv-mutants build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .coverage

@@ -1,241 +1,236 @@
-"""Break one line at a time and see whether a test notices: which lines does no test guard?
+"""Break one line at a time with cosmic-ray, and see whether a test notices.
 
-A seeded sample of all mutants of ``kfac/``, ``debias/`` and ``predictive/``. Each is written into a
-copy of the repository and tried in two stages, each ended by its first failure: the module's
-doctests and its namesake test, then all tests of its room. A small mutator of our own, because each
-mutant needs other tests (with the whole suite 300 mutants take a day), in a process that has
-imported PyTorch already, and because the tree that is worked in must not be written to.
+A seeded sample of the mutants of ``kfac/``, ``debias/`` and ``predictive/``, of the last commit and
+in a clone of it: the tree that is worked in is not written to. cosmic-ray lists the mutants, writes
+each into the clone and keeps the results; the same call goes on where it was stopped. Its test
+command asks this process, which has imported PyTorch already, to fork and run the tests of the file
+that differs: its doctests and namesake test, and if these pass those of its room::
 
-Finished mutants are kept in ``--results``, and the same call goes on from there::
-
-    python -m examples.benchmarks.mutants --n 300 --seed 0 --results outputs/mutants.jsonl
+    make mutants
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import copy
-import hashlib
-import json
+import contextlib
 import os
 import random
+import re
+import resource
 import shutil
 import signal
+import sqlite3
+import subprocess
 import sys
-import tempfile
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("kfac", "debias", "predictive")
-STAGES = ("namesake", "room")
-SECONDS = 240
-"""Time-out of a stage: a mutant that loops for ever is noticed."""
+STAGES = {"namesake": 100, "room": 600}
+"""CPU seconds after which the tests of a stage have failed: a mutant may loop for ever."""
+WALL_SECONDS = 1800
+"""The same for a mutant that waits for ever."""
 
-COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
-OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Pow: ast.Mult,
-    ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.MatMult: ast.Add,
-}  # fmt: skip
-NAMES = {"sum": "mean", "mean": "sum", "min": "max", "max": "min", "all": "any", "any": "all"}
+NOT_FOR_FLOATS = re.compile(r".*ReplaceBinaryOperator_\w+_(LShift|RShift|BitOr|BitAnd|BitXor)")
+"""Operators that floating-point tensors refuse: every test kills these mutants."""
 
-
-@dataclass(frozen=True)
-class Mutant:
-    """One change of one line.
-
-    Attributes:
-        path: The file, from the repository's root.
-        line: Where.
-        number: Which of the file's mutants.
-        what: The expression before and after.
-        digest: Of the file's content: another content has other mutants.
-    """
-
-    path: str
-    line: int
-    number: int
-    what: str
-    digest: str
+CONFIG = """[cosmic-ray]
+module-path = [{modules}]
+timeout = {timeout}
+excluded-modules = []
+test-command = "sh -c 'echo try > ../ask; read code stage < ../answer; echo $stage; exit $code'"
+distributor.name = "local"
+"""
 
 
-def changes(node: ast.AST) -> Iterator[Callable[[ast.AST], None]]:
-    """What can be done to a node: functions that change a copy of it in place.
+def idle_spans(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where a mutant is not worth a try: annotations, which are not run, and errors' messages.
 
     Args:
-        node: A node of a syntax tree.
+        source: A module.
 
-    Yields:
-        One function per mutant.
+    Returns:
+        Start and end (line, column) of each.
 
     Example:
-        >>> tree = ast.parse("a + b").body[0].value
-        >>> for change in changes(tree):
-        ...     change(tree)
-        >>> ast.unparse(tree)
-        'a - b'
+        >>> idle_spans("x: int | None = 1")
+        [((1, 3), (1, 13))]
     """
-    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
-        yield lambda n: n.ops.__setitem__(0, COMPARISONS[type(n.ops[0])]())  # type: ignore
-    if isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in OPERATORS:
-        yield lambda n: setattr(n, "op", OPERATORS[type(n.op)]())  # type: ignore
-    if isinstance(node, ast.BoolOp):
-        swap = ast.Or if isinstance(node.op, ast.And) else ast.And
-        yield lambda n: setattr(n, "op", swap())
-    if isinstance(node, ast.If | ast.IfExp | ast.While):
-        yield lambda n: setattr(n, "test", ast.UnaryOp(ast.Not(), n.test))  # type: ignore
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        yield lambda n: setattr(n, "op", ast.UAdd())
-    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        yield lambda n: setattr(n, "value", not n.value)  # type: ignore
-    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        yield lambda n: setattr(n, "value", n.value + max(1, abs(n.value)))  # type: ignore
-    if isinstance(node, ast.Attribute) and node.attr in NAMES:
-        yield lambda n: setattr(n, "attr", NAMES[n.attr])  # type: ignore
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        yield lambda n: setattr(n, "value", ast.Constant(None))
+    nodes: list[ast.AST | None] = []
+    for node in ast.walk(ast.parse(source)):
+        nodes += [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        nodes += [node] if isinstance(node, ast.Raise) else []
+    return [
+        ((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset))  # type: ignore
+        for n in nodes
+        if n is not None
+    ]
 
 
-def sites(tree: ast.Module) -> Iterator[ast.AST]:
-    """The nodes that may change: no annotation, decorator, error message or import.
+def keep_sample(session: Path, folder: Path, n: int, seed: int) -> None:
+    """Delete all mutants of a session but a sample: n places without replacement, a mutant of each.
+
+    A place in the source has up to a dozen mutants (``a * b`` one for each other operator), so a
+    sample of mutants would be one of arithmetic.
 
     Args:
-        tree: A module.
-
-    Yields:
-        Nodes, in the order of the source.
-    """
-
-    def walk(node: ast.AST) -> Iterator[ast.AST]:
-        if isinstance(node, ast.Raise | ast.Import | ast.ImportFrom | ast.AnnAssign | ast.arg):
-            if isinstance(node, ast.AnnAssign) and node.value is not None:
-                yield from walk(node.value)
-            return
-        yield node
-        for name, value in ast.iter_fields(node):
-            if name in ("returns", "decorator_list", "annotation", "bases"):
-                continue
-            for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST):
-                    yield from walk(child)
-
-    yield from walk(tree)
-
-
-def digest_of(source: str) -> str:
-    """A name for a file's content."""
-    return hashlib.sha256(source.encode()).hexdigest()[:12]
-
-
-def mutants_of(path: str, source: str) -> Iterator[tuple[Mutant, str]]:
-    """All mutants of a file, with the source of each.
-
-    Args:
-        path: Its name.
-        source: Its content.
-
-    Yields:
-        The mutant and the changed content.
-
-    Example:
-        >>> [mutant.what for mutant, _ in mutants_of("a.py", "b = -c > 0")]
-        ['-c > 0  ->  -c >= 0', '-c  ->  +c', '0  ->  1']
-    """
-    tree, number = ast.parse(source), 0
-    nodes = list(sites(tree))
-    for i, node in enumerate(nodes):
-        for j, _ in enumerate(changes(node)):
-            other = copy.deepcopy(tree)
-            target = list(sites(other))[i]
-            before = ast.unparse(target).splitlines()[0][:70]
-            list(changes(target))[j](target)
-            after = ast.unparse(ast.fix_missing_locations(target)).splitlines()[0][:70]
-            line, what = getattr(node, "lineno", 0), f"{before}  ->  {after}"
-            yield Mutant(path, line, number, what, digest_of(source)), ast.unparse(other)
-            number += 1
-
-
-def count_mutants(path: Path) -> int:
-    """How many mutants a file has."""
-    return sum(1 for node in sites(ast.parse(path.read_text())) for _ in changes(node))
-
-
-def sample(folder: Path, n: int, seed: int) -> list[tuple[str, int]]:
-    """Draw mutants of all rooms without replacement.
-
-    Args:
-        folder: The repository, or a copy.
-        n: How many; all if there are fewer.
+        session: What ``cosmic-ray init`` wrote.
+        folder: The clone.
+        n: How many; all places if there are fewer.
         seed: Decides which.
-
-    Returns:
-        File and number of each, in the order drawn, so that the first k are a sample as well.
     """
-    files = [p for room in ROOMS for p in sorted((folder / "laplace_debias" / room).glob("*.py"))]
-    pairs = [(str(p.relative_to(folder)), i) for p in files for i in range(count_mutants(p))]
-    return random.Random(seed).sample(pairs, min(n, len(pairs)))
+    places: dict[tuple[str, int, int, int, int], list[str]] = {}
+    idle: dict[str, list[tuple[tuple[int, int], tuple[int, int]]]] = {}
+    with sqlite3.connect(session) as db:
+        rows = db.execute(
+            "SELECT module_path, start_pos_row, start_pos_col, end_pos_row, end_pos_col,"
+            " operator_name, job_id FROM mutation_specs ORDER BY 1, 2, 3, 4, 5, 6, occurrence"
+        )
+        for path, row, column, end_row, end_column, operator, job in rows:
+            if path not in idle:
+                idle[path] = idle_spans((folder / path).read_text())
+            start, end = (row, column), (end_row, end_column)
+            if any(a <= start and end <= b for a, b in idle[path]) or NOT_FOR_FLOATS.match(
+                operator
+            ):
+                continue
+            places.setdefault((path, *start, *end), []).append(job)
+        draw = random.Random(seed)
+        chosen = draw.sample(sorted(places), min(n, len(places)))
+        jobs = [(draw.choice(places[place]),) for place in chosen]
+        db.execute("CREATE TEMP TABLE chosen (job_id VARCHAR)")
+        db.executemany("INSERT INTO chosen VALUES (?)", jobs)
+        for table in ("mutation_specs", "work_items"):
+            db.execute(f"DELETE FROM {table} WHERE job_id NOT IN (SELECT job_id FROM chosen)")
 
 
-def stage_tests(path: str) -> list[list[str]]:
-    """What is run for a mutant of a file, stage by stage.
+def stage_tests(path: str, stage: str) -> list[str]:
+    """What is run for a mutant of a file.
 
     Args:
         path: The file, from the repository's root.
+        stage: One of ``STAGES``.
 
     Returns:
-        Arguments of pytest for each of the ``STAGES``.
+        Arguments of pytest.
 
     Example:
-        >>> stage_tests("laplace_debias/kfac/grams.py")[0]
+        >>> stage_tests("laplace_debias/kfac/grams.py", "namesake")
         ['laplace_debias/kfac/grams.py', 'tests/kfac/test_grams.py']
     """
     _, room, name = Path(path).parts
+    if stage == "room":
+        return [f"tests/{room}"]
     namesake = f"tests/{room}/test_{name}"
-    first = [path] + ([namesake] if (ROOT / namesake).exists() else [])
-    return [first, [f"tests/{room}"]]
+    return [path] + ([namesake] if (ROOT / namesake).exists() else [])
 
 
-def run_tests(folder: Path, tests: list[str]) -> str:
-    """Run tests of the library in a folder, in a process of their own.
+def passes(folder: Path, tests: list[str], seconds: int) -> bool:
+    """Run tests of the library in a clone, in a fork of this process.
 
     Args:
-        folder: A copy of the repository.
+        folder: The clone.
         tests: Arguments of pytest.
+        seconds: CPU time that they may take.
 
     Returns:
-        ``"passed"``, ``"failed"`` or ``"timed out"``.
+        Whether all passed in time.
     """
     child = os.fork()
     if child == 0:
         os.setsid()
         os.chdir(folder)
+        signal.alarm(WALL_SECONDS)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        for name in [m for m in sys.modules if m.split(".")[0] in ("examples", "tests")]:
+            del sys.modules[name]
         sys.path.insert(0, str(folder))
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1), os.dup2(quiet, 2)
         import pytest
 
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-W", "ignore"]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
         os._exit(int(pytest.main([*options, *tests])))
-    stop = time.monotonic() + SECONDS
-    while time.monotonic() < stop:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return "passed" if os.waitstatus_to_exitcode(status) == 0 else "failed"
-        time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "timed out"
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # what the tests started
+    return status == 0
 
 
-def preload() -> None:
-    """Import what all tests need but for the library itself, once."""
+def prepare(work: Path, tool: Path, n: int, seed: int) -> None:
+    """Clone the last commit, list its mutants and keep a sample, if that was not done before."""
+    clone, session = work / "clone", work / "session.sqlite"
+    if not session.exists():
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+        modules = ", ".join(f'"laplace_debias/{room}"' for room in ROOMS)
+        timeout = len(STAGES) * WALL_SECONDS + 60
+        (work / "config.toml").write_text(CONFIG.format(modules=modules, timeout=timeout))
+        new = work / "new.sqlite"
+        subprocess.run([tool, "init", "../config.toml", new], cwd=clone, check=True)
+        keep_sample(new, clone, n, seed)
+        new.rename(session)
+    subprocess.run(["git", "checkout", "--quiet", "--force", "."], cwd=clone, check=True)
+    with sqlite3.connect(session) as db:  # a stopped run has no answer to its last question
+        db.execute(
+            "DELETE FROM work_results WHERE worker_outcome = 'NORMAL' AND trim(output, char(10))"
+            " NOT IN ('survived', 'namesake', 'room')"
+        )
+    for pipe in ("ask", "answer"):
+        (work / pipe).unlink(missing_ok=True)
+        os.mkfifo(work / pipe)
+
+
+def serve(work: Path, tool: Path, stages: list[str]) -> None:
+    """Let cosmic-ray try what it has not tried, and run the tests that it asks for."""
+    clone = work / "clone"
+    command = f"{tool} exec ../config.toml ../session.sqlite; echo end > ../ask"
+    process = subprocess.Popen(["sh", "-c", command], cwd=clone)
+    while (work / "ask").read_text().strip() != "end":
+        changed = subprocess.run(
+            ["git", "diff", "--name-only"], cwd=clone, check=True, capture_output=True, text=True
+        ).stdout.split()
+        failed = (s for s in stages if not passes(clone, stage_tests(changed[0], s), STAGES[s]))
+        outcome = next(failed, "survived")
+        (work / "answer").write_text(f"{int(outcome != 'survived')} {outcome}\n")
+    process.wait()
+
+
+def report(session: Path) -> str:
+    """Counts by room and outcome, then every survivor's diff.
+
+    Args:
+        session: A session of cosmic-ray's.
+
+    Returns:
+        Text.
+    """
+    with sqlite3.connect(session) as db:
+        rows = db.execute(
+            "SELECT module_path, trim(output, char(10)), diff FROM mutation_specs"
+            " JOIN work_results USING (job_id) ORDER BY module_path, start_pos_row"
+        ).fetchall()
+    lines = [f"{len(rows)} tried"]
+    for room in ROOMS:
+        outcomes = [out for path, out, _ in rows if Path(path).parts[1] == room]
+        counts = [f"{out}: {outcomes.count(out)}" for out in sorted(set(outcomes))]
+        lines.append(f"{room}  {len(outcomes)}  {', '.join(counts)}")
+    return "\n".join([*lines, *(diff for _, out, diff in rows if out == "survived")])
+
+
+def main() -> None:
+    """Try a sample and print who survived."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tool", type=Path, default=ROOT / ".venv-mutants/bin/cosmic-ray")
+    parser.add_argument("--n", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--work", type=Path, default=ROOT / "build/mutants")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.dont_write_bytecode = True
     import hypothesis  # noqa: F401
     import laplace  # noqa: F401
     import matplotlib  # noqa: F401
@@ -243,50 +238,17 @@ def preload() -> None:
     import torchmetrics  # noqa: F401
 
     torch.set_num_threads(1)
-
-
-def main() -> None:
-    """Try a sample and print who survived."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--n", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, default=Path("outputs/mutants.jsonl"))
-    args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    args.results.parent.mkdir(parents=True, exist_ok=True)
-    finished = {}
-    if args.results.exists():
-        rows = [json.loads(line) for line in args.results.read_text().splitlines()]
-        finished = {(row["path"], row["number"], row["digest"]): row for row in rows}
-    preload()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for part in ("laplace_debias", "tests", "examples"):
-            ignored = shutil.ignore_patterns("__pycache__", "reported*")
-            shutil.copytree(ROOT / part, folder / part, ignore=ignored)
-        shutil.copy(ROOT / "pyproject.toml", folder)
-        sys.dont_write_bytecode = True
-        for path, number in sample(folder, args.n, args.seed):
-            original = (folder / path).read_text()
-            if (path, number, digest_of(original)) in finished:
-                continue
-            found = mutants_of(path, original)
-            mutant, source = next(pair for pair in found if pair[0].number == number)
-            (folder / path).write_text(source)
-            killed, start = "survived", time.monotonic()
-            for stage, tests in zip(STAGES, stage_tests(path), strict=True):
-                if run_tests(folder, tests) != "passed":
-                    killed = stage
-                    break
-            (folder / path).write_text(original)
-            row = {**asdict(mutant), "killed": killed, "seconds": time.monotonic() - start}
-            finished[path, number, mutant.digest] = row
-            with args.results.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    print(Counter(row["killed"] for row in finished.values()))
-    for row in finished.values():
-        if row["killed"] == "survived":
-            print(f"{row['path']}:{row['line']}  {row['what']}")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    work = args.work.resolve() / f"{commit}-{args.seed}"
+    prepare(work, args.tool.absolute(), args.n, args.seed)
+    serve(work, args.tool.absolute(), args.stages)
+    print(report(work / "session.sqlite"))
 
 
 if __name__ == "__main__":

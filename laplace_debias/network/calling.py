@@ -20,6 +20,7 @@ from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
+from laplace_debias.network.runnable import uncompiled
 
 __all__ = [
     "OutputPicker",
@@ -90,14 +91,14 @@ def call_model(model: nn.Module, x: Inputs, **kwargs: Any) -> Tensor:
         >>> call_model(bilinear, {"input1": torch.ones(5, 2), "input2": torch.ones(5, 3)}).shape
         torch.Size([5, 1])
     """
-    if isinstance(x, (tuple, list)):
-        return pick_tensor(model(*x, **kwargs))
+    args, named = (x if isinstance(x, (tuple, list)) else (x,)), {}
     if isinstance(x, MutableMapping) and wants_keywords(model, x):
         names = _parameters_of(model)
         listed = {name for name, p in names.items() if p.kind in _NAMED}
-        given = {k: v for k, v in x.items() if k != TARGETS and (k in listed or not listed)}
-        return pick_tensor(model(**given, **kwargs))
-    return pick_tensor(model(x, **kwargs))
+        args = ()
+        named = {k: v for k, v in x.items() if k != TARGETS and (k in listed or not listed)}
+    with uncompiled():
+        return pick_tensor(model(*args, **named, **kwargs))
 
 
 def wants_keywords(model: nn.Module, x: Mapping[str, Any]) -> bool:

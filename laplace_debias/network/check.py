@@ -50,7 +50,7 @@ class RowCheck:
     Attributes:
         calls: The calls of every layer.
         unreached: Parameters whose layers were not called.
-        detached: Parameters whose layers ran without gradients.
+        detached: Parameters whose layers ran without gradients, or in vain in some of their calls.
         unexplained: Parameters whose influence the rows do not explain.
         mixed: Scales and shifts whose layers do not see the data along their first dimension.
         n_outputs: Number of outputs.
@@ -207,8 +207,9 @@ def check_rows(model: nn.Module, x: Inputs, owned: Sequence[OwnedParameter]) -> 
     for i, p in enumerate(owned):
         own = [(call, n) for layer in p.layers for n, call in enumerate(recorder.calls[layer])]
         grad = grads[len(edges) + i]
-        if any(call.edge is None for call, _ in own):
-            detached.append(p.name)
+        used = {g_of.get(id(call)) is not None for call, _ in own}
+        if any(call.edge is None for call, _ in own) or len(used) == 2:
+            detached.append(p.name)  # A would have rows that no output depends on
         elif not own and grad is None:
             unreached.append(p.name)
         elif not _explained(

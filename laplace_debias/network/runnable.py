@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["check_no_autocast", "check_runnable"]
+from laplace_debias.network.preserve import Change, held
+
+__all__ = ["check_no_autocast", "check_runnable", "uncompiled"]
 
 
-def check_runnable(model: nn.Module) -> None:
+def check_runnable(model: nn.Module, copied: bool = False) -> None:
     """Raise for models that no hook can look into, or whose parameters have no curvature yet.
 
     Args:
         model: The network.
+        copied: Whether it will be copied, as laplace-torch does for a last layer.
 
     Raises:
         ValueError: If it is compiled to TorchScript, has parameters without a shape or made in
-            inference mode, or complex parameters that require a gradient.
+            inference mode, or complex parameters that require a gradient; or if it has to be
+            copied and holds a tensor with a graph.
 
     Example:
         >>> check_runnable(nn.Linear(2, 1))
@@ -28,6 +37,15 @@ def check_runnable(model: nn.Module) -> None:
             "whose layers cannot be observed. Remedy: pass the module that `torch.jit.script` or "
             "`torch.jit.trace` was given."
         )
+    for name, m in model.named_modules() if copied else ():
+        graphs = [k for k, v in vars(m).items() if isinstance(v, Tensor) and not v.is_leaf]
+        if graphs:
+            raise ValueError(
+                f"Expected a model that can be copied, got '{name}' with a computed tensor, "
+                f"'{graphs[0]}' (the old `torch.nn.utils.weight_norm`, or a result that `forward` "
+                "keeps). Remedy: `torch.nn.utils.parametrizations.weight_norm`, "
+                "`remove_weight_norm`, or keep a detached tensor."
+            )
     for name, p in model.named_parameters():
         if is_lazy(p):
             raise ValueError(
@@ -67,3 +85,28 @@ def check_no_autocast(device: torch.device) -> None:
             "block for the fit; to run the network itself in that precision, put autocast into "
             "its `forward`."
         )
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run as written what ``torch.compile`` compiled, which would not call later hooks.
+
+    Yields:
+        Nothing; compiled code runs compiled again afterwards.
+
+    Example:
+        >>> double = torch.compile(lambda x: 2 * x, backend="eager")
+        >>> with uncompiled():
+        ...     double(torch.ones(1))
+        tensor([2.])
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
+        yield
+        return
+    with held([Change("compiler", _eager)]):
+        yield
+
+
+def _eager() -> Callable[[], None]:
+    """Let nothing run compiled; return what undoes it."""
+    return partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None)

@@ -100,7 +100,10 @@ def _status(p: OwnedParameter, rows: RowCheck, n: int) -> tuple[Status, str]:
             f"a larger mini-batch, or freeze it, {freeze}"
         )
     if p.name in rows.detached:
-        why = "its layer runs without gradients. Remedy: no `no_grad` around it, or "
+        why = (
+            "a call of its layer runs without gradients, or its output is detached or not used. "
+            "Remedy: no `no_grad` around it, no call in vain, or "
+        )
         return "not supported", why + freeze
     if p.name in rows.unexplained:
         return "not supported", likely_cause(p.layers[0], len(p.layers) > 1)
@@ -228,7 +231,7 @@ def verify_layers(
     """
     owned = owned_parameters(model)
     found, rows = check_parameters(model, x, owned, key)
-    refused = {*rows.unexplained, *rows.mixed}
+    refused = {*rows.unexplained, *rows.detached, *rows.mixed}
     wrong = [f"{c.name} ({c.kind}): {c.note}" for c in found if c.name in refused]
     wrong += [
         f"{p.name} ({type(p.layers[0]).__name__}): its layer has a `forward` of its own, which "

@@ -207,7 +207,7 @@ class DebiasedPosterior(_Base):
                 "layer. Remedy: subset_of_weights='all', with parameters='head' for that layer."
             )
         kwargs["backend"] = backend or HookGGN
-        check_runnable(model)
+        check_runnable(model, copied=not all_layers)
         chosen = None if parameters is None else select_parameters(model, parameters)
         self.selected_parameters = chosen
         with nullcontext() if chosen is None else selected(model, chosen):

@@ -296,9 +296,9 @@ class LayerJacobians:
         """Contract one parameter's block of every posterior from layer inputs and gradients."""
         with torch.set_grad_enabled(self.keep_graph):
             Gs = [gradients[id(call)] for call, _ in sources]
-            G = torch.cat(Gs, dim=-1) if len(Gs) > 1 else Gs[0]  # [n, C, d_out, R]
-            n, C, _, R = G.shape
             module, first = sources[0][0].module, blocks[0]
+            G = torch.cat(Gs, dim=-1) if len(Gs) > 1 else Gs[0]  # [n, C, d_out, R]
+            n, C, _, R = (G := G.to(first.lam.dtype)).shape
             geometry = sources[0][0].geometry  # of the kernel that was used
 
             def inputs(rows: slice) -> Tensor:

@@ -53,7 +53,7 @@ def full(net, likelihood="classification", subset="all", y=Y, **options):
 def test_with_all_passes_it_is_the_full_batch(net):
     la = auto(net, tolerance=None, n_passes=10_000)
     assert posterior_distance(la, full(net), X[:20]) < 1e-7
-    assert la.fit_report.distance == 0.0
+    assert la.fit_report.distance == la.fit_report.standard_error == 0.0
     assert "full-batch" in la.fit_report.reason
     assert la.fit_cost.backward <= 600
     assert float(la.loss) == pytest.approx(float(full(net).loss))
@@ -396,6 +396,19 @@ def test_halves_show_the_noise_of_the_whole(net, monkeypatch, stale):
     share = 1.0 if stale else rarities[-1]
     expected = (others[0::2] - others[1::2]) / 2 * (share / 3) ** 0.5
     torch.testing.assert_close(seen[-1][:3], expected)
+
+
+@pytest.mark.parametrize("pool", [100, 200])
+def test_a_pool_that_is_no_training_set_has_noise_of_its_inputs(net, monkeypatch, pool):
+    seen = []
+
+    def estimated_distance(errors, bias):
+        seen.append(len(errors))
+        return 0.5, 0.1
+
+    monkeypatch.setattr(module, "estimated_distance", estimated_distance)
+    auto(net, tolerance=None, n_passes=60, n_pool=pool)
+    assert seen[-1] == len(module.SPLITS) + (pool < 200)
 
 
 def test_a_progress_bar_counts_the_pool_and_backward_passes(net, capsys):

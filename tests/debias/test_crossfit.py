@@ -90,6 +90,15 @@ def test_draws_come_from_the_generator(options):
         assert not torch.equal(one, fit(source(), 1))
 
 
+def test_every_datum_enters_the_loss_once():
+    """Those that the input factors alone are made of, too."""
+    X, y = MLP.data(60)
+    full = Laplace(MLP.model(), "classification", "all", "kron", debias="single")
+    full.fit((X, y), n_data=60)
+    la = crossfitted(MLP, loader(X, y, 16), n_curvature=20, n_input=60)
+    torch.testing.assert_close(la.loss, full.loss)
+
+
 def test_a_pool_gives_its_exact_loss_and_output_hessian():
     """Scored data all enter the loss, and B of the output layer needs no draw at all."""
     X, y = MLP.data(100)

@@ -6,6 +6,7 @@ import torch
 from laplace_debias.debias import drawn as drawn_module
 from laplace_debias.debias.drawn import DrawnFactor, corrected_block
 from laplace_debias.debias.drawn_rows import N_GROUPS, DrawnRows
+from laplace_debias.debias.inverse import inverse_inflation, null_floor
 from laplace_debias.debias.pairs import draw_pairs
 
 ROWS = torch.randn(30, 1, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -78,6 +79,41 @@ def test_a_block_without_correction_is_the_plain_one():
     block = corrected_block(spectrum, None, 1.0, correct=False)
     dense = block.Q_B @ torch.diag(block.lam_B) @ block.Q_B.T
     torch.testing.assert_close(dense, 2 * factor.sums.mean(0))
+
+
+def test_a_corrected_bias_is_a_multiple_of_the_plain_one_and_a_floor():
+    factor, drawn = run((12,), torch.Generator().manual_seed(0))
+    spectrum = factor.spectrum(drawn, range(4), 100.0)
+    block = corrected_block(spectrum, None, 1e-3)
+    floor = null_floor(spectrum.tail, 1e-3)
+    c = inverse_inflation(
+        spectrum.rows,
+        spectrum.probabilities,
+        spectrum.lam,
+        torch.tensor([1e-3], dtype=torch.float64),
+        floor,
+        linked=spectrum.linked,
+    )
+    assert float(c) > 1.1
+    torch.testing.assert_close(block.lam_B, float(c) * spectrum.lam + floor)
+
+
+def test_all_rows_of_few_draws_are_kept():
+    factor, _ = run((28,), torch.Generator().manual_seed(0))
+    assert sum(len(rows) for rows, _ in factor.rows) == 28
+
+
+def test_the_full_batch_foretells_nothing_about_other_data():
+    """Three rows in four dimensions: beyond them others may have curvature, if there are others."""
+    tails = []
+    for probability, groups in ((0.5, torch.tensor([0, 1, 2])), (1.0, torch.full((3,), -1))):
+        factor, drawn = DrawnFactor(()), DrawnRows()
+        probabilities = torch.full((3,), probability, dtype=torch.float64)
+        drawn.add(probabilities, groups, 1.0, 1.0)
+        factor.add(ROWS[:3], 1 / probabilities, groups, torch.arange(3), 0, 3)
+        factor.close(1.0, 1.0, distinct=True)
+        tails.append(len(factor.spectrum(drawn, range(4), 1.0).tail))
+    assert tails[0] > 0 == tails[1]
 
 
 def test_a_corrected_block_is_larger_and_a_kronecker_product():

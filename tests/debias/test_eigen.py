@@ -41,6 +41,15 @@ def test_rows_with_nan_are_refused_by_name():
         eigh_rows(rows, "A of 0")
 
 
+def test_directions_within_the_rounding_of_the_rows_are_null():
+    """Rows in single precision are rounded to 1e-7: what is smaller is no direction of theirs."""
+    generator = torch.Generator().manual_seed(0)
+    a, b, noise = torch.randn(3, 400, generator=generator)
+    rows = torch.stack([a, b, a + b + 3e-7 * noise])
+    assert eigh_rows(rows)[1].shape == (400, 2)
+    assert eigh_rows(rows.double())[1].shape == (400, 3)
+
+
 def test_decomposition_averages_the_triangles_and_reports_failure(monkeypatch):
     torch.manual_seed(0)
     M = torch.randn(6, 6)

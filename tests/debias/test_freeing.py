@@ -8,6 +8,7 @@ from laplace_debias.debias.checkpoint import Checkpoint
 from laplace_debias.debias.freeing import fit_freeing
 from laplace_debias.debias.two_batch import fit_factors
 from laplace_debias.kfac.engine import Engine
+from laplace_debias.kfac.factors import Factors
 from tests.cases import CNN, MLP
 
 
@@ -25,6 +26,24 @@ def test_mini_batches_in_any_cut_give_the_fit_of_formed_factors(case):
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(formed.loss, freed.loss)
     assert freed.curvatures == []
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_curvatures_that_are_not_finite_are_refused_by_name(bad, monkeypatch):
+    X, y = MLP.data(60)
+    engine = Engine(MLP.model(), MLP.likelihood)
+    plain = Factors.scaled_to
+
+    def scaled_to(self, n_data):
+        found = plain(self, n_data)
+        found[-1][0].fill_(bad)
+        return found
+
+    monkeypatch.setattr(Factors, "scaled_to", scaled_to)
+    data, roles = TrainingData([], None, 300, torch.device("cpu")), (DIRECTIONS, CURVATURES)
+    batches = iter([(DIRECTIONS, (X[:40], y[:40])), (CURVATURES, (X[40:], y[40:]))])
+    with pytest.raises(ValueError, match=f"finite.*{engine.names[-1]}|{engine.names[-1]}.*finite"):
+        fit_freeing(engine, data, batches, roles=roles)
 
 
 def test_a_checkpoint_of_the_directions_is_gone_on_from(tmp_path):

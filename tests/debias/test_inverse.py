@@ -202,6 +202,19 @@ def test_many_ridges_are_interpolated_from_the_first_to_the_last():
     torch.testing.assert_close(found[[0, -1]], direct[[0, -1]], rtol=1e-6, atol=0)
 
 
+def test_more_directions_than_rows_inflate_as_much_as_is_allowed():
+    lam, ridge = torch.full((4,), 1e6, dtype=torch.float64), torch.full((1,), 1e-3).double()
+    assert float(resolvent_inflation(lam, ridge, 2, 1e9)) == pytest.approx(50, rel=1e-3)
+
+
+def test_few_ridges_are_solved_one_by_one():
+    arguments = few_draws()
+    ridges = torch.tensor([1e-6, 3e-3, 10.0], dtype=torch.float64)
+    found = inverse_inflation(*arguments, ridges)
+    direct = torch.cat([inverse_inflation(*arguments, ridge[None]) for ridge in ridges])
+    torch.testing.assert_close(found, direct, rtol=1e-9, atol=0)
+
+
 def test_c_is_the_fixed_point():
     """At c, the leverages of the corrected rows give c again."""
     rows, probabilities, lam = few_draws()

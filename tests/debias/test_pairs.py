@@ -22,13 +22,15 @@ def all_vectors(f, likelihood="classification"):
     return pair_vectors(f.repeat_interleave(C, 0), classes, likelihood).view(n, C, C)
 
 
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("likelihood", ["classification", "regression", "bernoulli"])
 def test_vectors_of_a_datum_make_its_hessian(likelihood):
     V = all_vectors(F, likelihood)
     p = F.softmax(-1)
     dense = torch.diag_embed(p) - p[:, :, None] * p[:, None]
     if likelihood == "regression":
         dense = torch.eye(4, dtype=p.dtype).expand(40, 4, 4)
+    if likelihood == "bernoulli":
+        dense = torch.diag_embed(F.sigmoid() * (-F).sigmoid())
     torch.testing.assert_close(V.mT @ V, dense)
     torch.testing.assert_close(V.square().sum(-1), pair_scores(F, likelihood))
 

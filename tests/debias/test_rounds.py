@@ -111,6 +111,15 @@ def test_no_pair_is_propagated_twice_and_all_of_them_are_the_full_batch():
     assert rounds.engine.cost.backward == 180
 
 
+def test_certain_pairs_are_in_no_group_unless_the_pool_is_a_draw_itself():
+    for n_data, certain in ((60, True), (600, False)):
+        rounds = rounds_of(torch.Generator().manual_seed(0), n_data=n_data)
+        rounds.grow(10_000)
+        rounds.draw(180)  # all that there are
+        assert rounds.whole is certain
+        assert bool(((rounds.drawn.groups == -1) == certain).all())
+
+
 def test_pairs_of_a_datum_share_its_forward_pass():
     rounds = rounds_of(torch.Generator().manual_seed(0))
     rounds.grow(60)

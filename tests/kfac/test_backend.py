@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_debias.kfac.backend import HookEF, HookGGN
 from laplace_debias.network.vectors import sampled_hessian_root
 from tests.cases_kfac import make
+from tests.cases_layers import Conv1D
 from tests.oracles_kfac import oracle
 
 
@@ -87,3 +88,11 @@ def test_weights_of_data_reach_the_factors():
         kron.kfacs, oracle(model, x, y, "classification", weights), strict=True
     ):
         torch.testing.assert_close(block[0], B)
+
+
+def test_blocks_of_transposed_weights_have_the_input_factor_first():
+    layer = Conv1D(2, 3)  # its weight is [d_in, d_out]
+    x, y = torch.randn(5, 3), torch.arange(5) % 2
+    _, kron = HookGGN(nn.Sequential(layer), "classification").kron(x, y, N=5)
+    sides = [[len(M) for M in block] for block in kron.kfacs]
+    assert sides == [list(p.shape) for p in layer.parameters()] == [[3, 2], [2]]

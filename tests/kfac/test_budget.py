@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from laplace_debias import HookGGN, Laplace, check_model
-from laplace_debias.kfac.budget import data_at_once
+from laplace_debias.kfac.budget import data_at_once, within_budget
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.network.live_bytes import LiveBytes
 from tests import cases
@@ -102,6 +102,12 @@ def test_the_check_of_a_model_tells_factors_by_layer():
     check = check_model(nn.Linear(400, 10), torch.randn(8, 400), "classification")
     assert [layer.factor_bytes for layer in check.layers] == [4 * (400**2 + 10**2), 4 * 10**2]
     assert "0.6" in str(check).splitlines()[1]  # MiB
+
+
+def test_without_a_budget_only_the_check_is_left():
+    engine = Engine(nn.Linear(3, 2), "classification")
+    assert within_budget(engine, None, "x", print) is print
+    assert within_budget(engine, None, "x", print, checks=False) is None
 
 
 def test_trials_touch_neither_counts_nor_generators():

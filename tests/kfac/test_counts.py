@@ -2,7 +2,7 @@
 
 import pytest
 
-from laplace_debias.kfac.counts import FitCost
+from laplace_debias.kfac.counts import FitCost, FitReport
 
 
 def test_stages_add_up(monkeypatch):
@@ -17,3 +17,10 @@ def test_stages_add_up(monkeypatch):
         pass
     assert cost.seconds == {"passes": 5.0, "decompositions": 0.5}
     assert (cost.forward, cost.backward) == (0, 0)
+
+
+def test_a_distance_is_told_with_its_error_or_not_at_all():
+    for known in ({"distance": 0.1}, {"standard_error": 0.1}, {}):
+        assert "was not estimated" in str(FitReport("auto", 1, 1, 1, 1, 1, **known))
+    both = FitReport("auto", 1, 1, 1, 1, 1, distance=0.1, standard_error=0.02)
+    assert "about 10.0 % off those of a full-batch fit (+- 2.0 %)" in str(both)

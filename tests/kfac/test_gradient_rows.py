@@ -7,6 +7,7 @@ from torch import nn
 from laplace_debias.debias.pairs import pair_vectors
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.gradient_rows import gradient_rows, tells_data_apart
+from laplace_debias.network.ownership import rows_key
 from tests import oracles
 
 
@@ -35,6 +36,34 @@ def test_all_pairs_make_the_exact_factors(approx, likelihood):
             total[layers] = total.get(layers, 0) + flat.T @ flat
     for p, B in zip(engine.owned, exact.B, strict=True):
         torch.testing.assert_close(total[p.layers], B)
+
+
+class Several(nn.Module):
+    """A layer that is called twice, a normalisation, and a layer that no output depends on."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.twice, self.norm, self.cut = nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2)
+        self.double()
+
+    def forward(self, x):
+        """The cut layer's output counts as a number."""
+        return self.twice(self.norm(torch.tanh(self.twice(x)))) + self.cut(x).detach()
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_calls_of_a_layer_are_positions_and_what_is_cut_off_has_rows_of_zeros(approx):
+    net, X = Several(), torch.randn(5, 2, dtype=torch.float64)
+    engine = Engine(net, "regression", kfac_approx=approx)
+    exact, total = engine.factors(X), {}
+    for rows in gradient_rows(engine, X, lambda f: torch.eye(2).to(f)[:, None].expand(2, 5, 2)):
+        for key, g in rows.items():
+            flat = g.flatten(0, 1)
+            total[key] = total.get(key, 0) + flat.T @ flat
+    for p, B in zip(engine.owned, exact.B, strict=True):
+        torch.testing.assert_close(total[rows_key(p)], B)
+        assert bool(B.any()) == (not p.name.startswith("cut"))
 
 
 def test_passes_are_counted_and_the_network_is_left_as_it_was():

@@ -84,6 +84,31 @@ def test_a_process_without_data_has_the_factors_of_the_others(monkeypatch):
     assert in_two(monkeypatch, None, None) is None
 
 
+def test_a_process_without_data_adds_no_rows_to_the_few_of_the_others():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    x = torch.randn(2, 9, dtype=torch.float64)
+    few = Engine(net, "classification").factors(x, Y[:2], few_rows=True)
+    none = sums._zeros(sums._share(few), torch.device("cpu"))
+    shapes = [
+        (tuple(M.shape), tuple(zero.shape))
+        for pair in ((few.B, none.B), (few.A, none.A))
+        for M, zero in zip(*pair, strict=True)
+        if M is not None
+    ]
+    assert any(rows != columns for (rows, columns), _ in shapes)  # some are few
+    for (rows, columns), zero in shapes:
+        assert zero == ((columns, columns) if rows == columns else (0, columns))
+
+
+def test_factors_that_kept_outputs_or_rows_are_refused(monkeypatch):
+    own = of(slice(0, 6))
+    kept = {"outputs": torch.zeros(6, 3)}, {"rows": (torch.zeros(6, 3), *[None] * 5)}
+    for more in kept:
+        with pytest.raises(ValueError, match="without outputs and rows.*Remedy"):
+            in_two(monkeypatch, replace(own, **more), None)
+
+
 def test_rows_of_layers_that_few_data_reach_are_counted_by_layer(monkeypatch):
     """One row, or none, in this process; A is averaged by rows, not by data."""
     own, other = of(slice(0, 6)), of(slice(6, 12))

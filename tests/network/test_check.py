@@ -232,6 +232,20 @@ def test_a_weight_used_outside_its_layer_is_refused_by_name():
     assert check_rows(model, batches(3)[0][0], owned).unexplained == ("encode.weight",)
 
 
+@pytest.mark.parametrize("vain", [lambda h: h.detach(), torch.zeros_like])
+def test_a_layer_that_is_called_in_vain_is_refused_by_name(vain):
+    """Its A would have rows that no output depends on, and B none of them."""
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)) + vain(self.body(-3 * x)))
+
+    model = function(forward, body=nn.Linear(3, 4), head=nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"body.weight \(Linear\).*detached or not used"):
+        fitted(model, batches(3))
+    rows = check_rows(model, batches(3)[0][0], owned_parameters(model))
+    assert rows.detached == ("body.weight", "body.bias") and not rows.unexplained
+
+
 # %% 4. A last layer that is not the end
 @pytest.mark.parametrize("after", [lambda f: f / 1.7, torch.log_softmax, torch.tanh])
 def test_a_last_layer_that_is_not_the_end_is_refused_by_name(after):

@@ -136,3 +136,45 @@ def test_old_weight_norms_are_named_with_their_successors():
     with pytest.raises(ValueError, match="'0'.*computes its weight from weight_g and weight_v"
                        ".*parametrizations"):  # fmt: skip
         Laplace(net, "classification", "all", "kron", debias=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_last_layer_needs_a_model_that_can_be_copied():
+    net = network()
+    net[0] = nn.utils.weight_norm(net[0])
+    with pytest.raises(ValueError, match=r"'0' with a computed tensor, 'weight'.*parametrizations"):
+        Laplace(net, "classification", "last_layer", "kron", debias=True)
+    nn.utils.remove_weight_norm(net[0])
+    check_runnable(net, copied=True)
+
+
+def wholly_compiled(net: nn.Module) -> nn.Module:
+    return torch.compile(net, backend="eager")
+
+
+def compiled_in_place(net: nn.Module) -> nn.Module:
+    net.compile(backend="eager")
+    return net
+
+
+def one_layer_compiled(net: nn.Sequential) -> nn.Module:
+    net[2].compile(backend="eager")
+    return net
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+@pytest.mark.parametrize("how", [wholly_compiled, compiled_in_place, one_layer_compiled])
+def test_compiled_models_have_the_posterior_of_what_was_compiled(how, subset):
+    def moments(model):
+        la = Laplace(model, "classification", subset, "kron", debias=True)
+        la.fit(BATCHES, n_data=6)
+        return la.output_moments(X)
+
+    compiled = how(network())
+    before = compiled(X)  # what is compiled already does not call later hooks
+    for got, expected in zip(moments(compiled), moments(network()), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert torch.equal(compiled(X), before)
+    traced = []
+    torch.compile(network(), backend=lambda graph, _: traced.append(graph) or graph.forward)(X)
+    assert traced  # what is compiled afterwards is

@@ -1,11 +1,13 @@
 """From a captured run to contractions, for several posteriors at once, against dense matrices."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from laplace_debias import Laplace
 from laplace_debias.network.preserve import differentiable
 from laplace_debias.predictive.eigenblocks import eigen_blocks
 from laplace_debias.predictive.layer_jacobians import LayerJacobians
@@ -177,3 +179,19 @@ def test_two_data_of_which_a_layer_sees_one():
             _, (moments,) = layers.contract(part, "joint", [blocks])
             expected = dense_covariance(la, part, 1.0).reshape(6, 6)
             torch.testing.assert_close(moments[..., 0], expected, **EXACT)
+
+
+@pytest.mark.parametrize("inside", [torch.float32, torch.float64])
+def test_outputs_may_be_of_another_dtype_than_the_parameters(inside):
+    """Logits in single precision of a network in double, and the other way round."""
+    other = torch.float64 if inside is torch.float32 else torch.float32
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(inside)
+    x, y = torch.randn(6, 3, dtype=inside), torch.arange(6) % 2
+    covariances = []
+    for dtype in (inside, other):
+        options = {"debias": True, "output": partial(torch.Tensor.to, dtype=dtype)}
+        la = Laplace(net, "classification", "all", "kron", **options)
+        la.fit([(x, y), (x.flip(0), y)], n_data=12)
+        covariances.append(la.output_moments(x)[1])
+    assert covariances[1].dtype == other
+    torch.testing.assert_close(covariances[1].to(inside), covariances[0], rtol=1e-4, atol=1e-6)

@@ -139,6 +139,7 @@ def test_root_of_singular_and_nan_covariances():
     singular[0] = 2 * torch.eye(4)
     L = root(singular)
     torch.testing.assert_close(L @ L.mT, singular)
+    assert torch.equal(root(singular.expand(2, -1, -1, -1))[1], L)  # for several posteriors
     assert root(torch.full((1, 2, 2), math.nan)).isnan().any()
 
 

@@ -76,6 +76,7 @@ def test_the_classes_that_carry_the_probability():
     f = torch.tensor([[0.0, 5.0, 5.0, -20.0], [9.0, 0.0, 0.0, 0.0]])
     assert top_classes(f, 1e-4)[0].shape == (2, 4) and top_classes(f, 1e-2)[0].shape == (2, 2)
     assert top_classes(f, 1e-4, most=2)[0][:, 0].tolist()[1] == 0
+    assert top_classes(torch.zeros(1, 30))[0].shape == (1, 20)  # at most, if nobody says more
     classes, needed = top_classes(f, 1e-2)
     p = (f.softmax(-1).gather(1, classes) * needed).sum(-1)
     assert bool((p >= 0.99).all()) and needed.tolist() == [[True, True], [True, False]]

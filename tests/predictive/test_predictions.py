@@ -5,7 +5,7 @@ import torch
 from laplace.baselaplace import KronLaplace
 from laplace.lllaplace import KronLLLaplace
 
-from laplace_debias.predictive.predictions import cheapest_method, glm_predictions
+from laplace_debias.predictive.predictions import cheapest_method, chunk_sizes, glm_predictions
 from laplace_debias.predictive.predictor import StructuredPredictor
 from tests.cases_predictive import STRUCTURED
 from tests.fitted_predictive import EXACT, build, double_precision, fitted_cnn  # noqa: F401
@@ -66,6 +66,22 @@ def test_sampled_links_converge_to_the_mean_of_the_softmax(method, cls):
     )  # fmt: skip
     error = (log_probs.exp() - wanted).abs()
     assert (error < 5 * draws.softmax(-1).std(0) * (1 / S + 1 / 200_000) ** 0.5).all()
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_sampled_links_are_means_over_the_samples_themselves(labels):
+    la, x = build(STRUCTURED["mlp"]())
+    predictor = StructuredPredictor(la, GRID)
+    _, samples = predictor.samples(x, 7, torch.Generator().manual_seed(3))
+    found = glm_predictions(
+        predictor, x, regression=False, link_approx="mc", method="samples", n_samples=7,
+        generator=torch.Generator().manual_seed(3), labels=labels,
+    )  # fmt: skip
+    for (log_probs,), drawn in zip(found, samples, strict=True):
+        if labels:
+            log_probs = log_probs[..., 1]  # of yes
+        expected = drawn.sigmoid() if labels else drawn.softmax(-1)
+        torch.testing.assert_close(log_probs.exp(), expected.mean(0), **EXACT)
 
 
 def test_sampled_covariances_are_those_of_the_samples():
@@ -143,3 +159,8 @@ def test_a_temperature_divides_logits_and_their_deviations():
 )
 def test_auto_takes_the_way_that_costs_least(C, k, S, diagonal, top, shared, way):
     assert cheapest_method(C, k, S, diagonal=diagonal, top=top, shared=shared) == way
+
+
+def test_outputs_are_cut_only_where_many_data_do_not_fit():
+    assert chunk_sizes(32, 20, "variance", 2**40, 2**24, 2**22)[1] is None
+    assert chunk_sizes(32, 20, "variance", 2**30, 2**24, 2**22) == (16, 10)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias.network.preserve import differentiable
 from laplace_debias.predictive import contractions
+from laplace_debias.predictive import predictor as predictor_module
 from laplace_debias.predictive.linearized import linearized_predictive
 from laplace_debias.predictive.predictor import StructuredPredictor
 from tests.cases_predictive import FALLBACK, STRUCTURED
@@ -265,3 +266,14 @@ def test_posteriors_of_laplace_torch_are_checked_as_ours_are():
         la.fit(DataLoader(data, batch_size=6))
         with pytest.raises(ValueError, match="do not follow the order of the data"):
             linearized_predictive(la, torch.randn(4, 3))
+
+
+def test_that_another_method_is_taken_is_said_once(monkeypatch):
+    la, x = build(STRUCTURED["mlp"]())
+    monkeypatch.setattr(predictor_module, "cheapest_method", lambda *args, **kwargs: "samples")
+    predictor = StructuredPredictor(la)
+    with pytest.warns(UserWarning, match="take method='samples'.*'exact'"):
+        assert predictor.chosen_method(x, 5, True) == "samples"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert predictor.chosen_method(x, 5, True) == "samples"
