@@ -30,7 +30,7 @@ from laplace_debias.debias.certificate import (
     probe_gradients,
 )
 from laplace_debias.debias.checkpoint import Checkpoint
-from laplace_debias.debias.drawn import corrected_block
+from laplace_debias.debias.drawn import Spectrum, corrected_block
 from laplace_debias.debias.drawn_rows import N_GROUPS
 from laplace_debias.debias.eigen import EigenFactors, eigh_float64
 from laplace_debias.debias.kept_rounds import KeptRounds
@@ -40,7 +40,7 @@ from laplace_debias.debias.shared_eigen import eigh_shared
 from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.kfac.counts import FitReport
 from laplace_debias.kfac.interface import EngineInterface
-from laplace_debias.network.ownership import rows_key
+from laplace_debias.network.ownership import RowsKey, rows_key
 
 __all__ = ["fit_auto"]
 
@@ -141,7 +141,7 @@ class _Fit:
         if self.kept is not None and self.kept.own:
             m, self.probes = self.kept.own["m"], self.kept.own["probes"]
         while True:
-            begin = time.perf_counter()
+            begin, blocks, self._rotated = time.perf_counter(), None, None  # room for the passes
             if self.kept is not None:
                 self.kept.begin_round(m=m, probes=self.probes)
             self.rounds.grow(self.spent + m)
@@ -185,7 +185,8 @@ class _Fit:
             short = f"another round would end after max_seconds={options.max_seconds:g}"
         elif rounds.exhausted:
             n, N = rounds.pool.size, rounds.data.n_data
-            short = f"the loader ended after {n} of {N} data, and all of their pairs are used"
+            ended = "the loader ended after" if rounds.pool.ended else rounds.limit_reason
+            short = f"{ended} {n} of {N} data, and all of their pairs are used"
         if short and is_main():
             warnings.warn(
                 f"The fit stops at an estimated distance of {distance:.3f} to the full-batch "
@@ -203,16 +204,21 @@ class _Fit:
                 [factor.estimate(groups, rounds.scale) for factor in rounds.factors],
                 ["B"] * len(rounds.factors),
             )
-            spectra = {
-                factor.key: factor.spectrum(rounds.drawn, groups, rounds.scale, pair)
-                for factor, pair in zip(rounds.factors, pairs, strict=True)
-            }
+            of_key = {f.key: (f, pair) for f, pair in zip(rounds.factors, pairs, strict=True)}
             A, output, found = moments.decomposed(), None, []
+            spectrum: tuple[RowsKey, Spectrum] | None = (
+                None  # of one layer at a time: rows are many
+            )
             for i, p in enumerate(self.engine.owned):
-                if rows_key(p) in spectra:
+                key = rows_key(p)
+                if key in of_key:
+                    if spectrum is None or spectrum[0] != key:
+                        factor, pair = of_key[key]
+                        spectrum = None
+                        spectrum = key, factor.spectrum(rounds.drawn, groups, rounds.scale, pair)
                     drawn_A = not rounds.whole and moments.one_row[i]
                     block = corrected_block(
-                        spectra[rows_key(p)],
+                        spectrum[1],
                         A[i],
                         float(self.ridges[i]),
                         correct=self.correct,
@@ -232,13 +238,15 @@ class _Fit:
         rounds, moments = self.rounds, self.rounds.moments
         if self.exact:
             return 0.0, 0.0
-        halves = [self.blocks(h) for split in SPLITS for h in split] if rounds.factors else []
         with self.engine.cost.stage("certificate"):
             J, ridges = self._rotated_probes(), self.ridges.to(moments.outputs.device)
             theta = log_deviations(blocks, J, ridges)
+        halves = [h for split in SPLITS for h in split] if rounds.factors else []
+        of_halves = [log_deviations(self.blocks(h), J, ridges) for h in halves]  # one at a time
+        with self.engine.cost.stage("certificate"):
             errors, bias = theta.new_zeros(0, len(theta)), torch.zeros_like(theta)
             if halves:
-                others = torch.stack([log_deviations(half, J, ridges) for half in halves])
+                others = torch.stack(of_halves)
                 rarity = 1.0 if rounds.stale is not None else rounds.drawn.rarity(rounds.scale)
                 errors = (others[0::2] - others[1::2]) / 2 * (rarity / len(SPLITS)) ** 0.5
                 # The correction has removed what falls as 1 / n. The rest falls as 1 / n^2: halves
@@ -253,7 +261,8 @@ class _Fit:
         """Gradients at the probes, along the directions of A: all halves share these."""
         moments, key = self.rounds.moments, self.rounds.data.key_x
         if self.probes is None:
-            self.probes = probe_gradients(self.engine, *moments.probes(key), key)
+            most = self.rounds.room.n_probes
+            self.probes = probe_gradients(self.engine, *moments.probes(key, most), key)
         A = moments.decomposed()
         if self._rotated is None or self._rotated[0] is not A:
             pairs = zip(self.probes, A, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -24,6 +25,7 @@ from laplace_debias.debias.pairs import (
     pairs_of_data,
 )
 from laplace_debias.debias.pool_moments import PoolMoments
+from laplace_debias.debias.room import Room, room_within
 from laplace_debias.kfac.gradient_rows import gradient_rows, tells_data_apart
 from laplace_debias.kfac.interface import EngineInterface, datum_keys
 from laplace_debias.network.ownership import rows_key
@@ -49,6 +51,7 @@ class Rounds:
     Attributes:
         pool: The data read so far.
         moments: What forward passes told of them.
+        room: What may be kept.
         drawn: Weights and groups of all draws.
         factors: Output factors of all layers but the network's output.
         n_drawn: Number of pairs that were propagated back.
@@ -83,6 +86,7 @@ class Rounds:
         self.pool = Pool(data, options.generator)
         self.reading: Callable[[int], Iterator[Batch]] = self.pool.grow
         self.moments = PoolMoments(engine)
+        self.room = Room() if engine.budget is None else self._room(engine.budget)
         self.drawn = DrawnRows()
         self.factors: list[DrawnFactor] = []
         self.stale = self._stale_scores()
@@ -98,10 +102,22 @@ class Rounds:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the data have ended, and all their pairs were propagated."""
-        if self.stale is not None or not self.pool.ended or self._taken is None:
+        """Whether there are no more data, and all their pairs were propagated."""
+        ended = self.pool.ended or self.pool.size >= self.limit
+        if self.stale is not None or not ended or self._taken is None:
             return False
-        return not bool((self._left() > 0).any())
+        return len(self._taken) == self.pool.size and not bool((self._left() > 0).any())
+
+    @property
+    def limit(self) -> float:
+        """Most data of the pool, by the options and by the budget of memory."""
+        return min(self.options.n_pool or math.inf, self.room.n_pool)
+
+    @property
+    def limit_reason(self) -> str:
+        """What says so."""
+        budget = self.limit < (self.options.n_pool or math.inf)
+        return f"the pool may have no more ({'memory_budget' if budget else 'n_pool'}) than"
 
     @property
     def scale(self) -> float:
@@ -117,6 +133,7 @@ class Rounds:
         size = self.options.pool_size(n_passes)
         if self.stale is not None and self.options.n_pool is None:
             size = STALE_POOL
+        size = int(min(size, self.room.n_pool))
         if processes() is None:
             self._expect("scores", min(size, self.data.n_data) - self.pool.size)
             for X, y in self.reading(size):
@@ -132,10 +149,25 @@ class Rounds:
 
     def make_factors(self) -> None:
         """Begin the output factors of all layers but the network's output."""
-        pairs = zip(self.engine.owned, self.moments.inputs.at_output, strict=True)
+        pairs = zip(self.engine.owned, self.moments.at_output, strict=True)
         inner = {rows_key(p): None for p, last in pairs if not last}  # an ordered set
         device = next(self.engine.root.parameters()).device
-        self.factors = [DrawnFactor(key, device=device) for key in inner]
+        self.factors = [DrawnFactor(key, self.room.numbers, device=device) for key in inner]
+
+    def _room(self, budget: int) -> Room:
+        """What a budget has room for, as the first mini-batch shows; the same for all processes."""
+        group, rooms = processes(), list[Room]()
+        with together("finding out how much memory it needs"):
+            first = self.pool.first()
+            if first is not None:
+                args = (self.engine, first[0], budget, self.data.n_data, self.data.key_x)
+                there = self.pool.map is not None or isinstance(self.data.loader, list | tuple)
+                rooms = [room_within(*args, keeps_data=not there)]
+                self.engine.chunk = rooms[0].n_forward
+        if group is None:
+            return rooms[0] if rooms else Room()
+        own = rooms[0] if rooms else Room()
+        return own.with_all([room for part in group.gather(rooms) for room in part])
 
     def _grow_together(self, size: int) -> None:
         """The same in step with other processes."""
@@ -210,9 +242,9 @@ class Rounds:
             self.bar.set_description(f"[K-FAC: {phase}]", refresh=False)
 
     def _pieces(self, draw: PairDraw) -> Iterator[tuple[Tensor, Inputs, Tensor]]:
-        """The same in pieces of what one pass may take; rows are kept of all layers at once."""
+        """The same in pieces of what one pass may take."""
         for at, (X, y) in self._fetched(draw):
-            most = len(y) if self.engine.chunk is None else max(1, self.engine.chunk // 2)
+            most = self.room.n_backward or len(y)
             for start in range(0, len(y), most):
                 rows = slice(start, min(start + most, len(y)))
                 yield at[:, rows], take(X, rows, self.data.key_x), y[rows]

@@ -21,7 +21,7 @@ from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.network.live_bytes import LiveBytes
 from laplace_debias.network.ownership import OwnedParameter
 
-__all__ = ["data_at_once", "factor_bytes", "within_budget"]
+__all__ = ["data_at_once", "factor_bytes", "peak_of", "within_budget"]
 
 
 def within_budget(
@@ -42,7 +42,7 @@ def within_budget(
 
     Returns:
         A function of the inputs, which sets how many data one pass takes; ``None`` if there is
-        nothing to do.
+        nothing to do. The engine knows the budget.
 
     Raises:
         ValueError: If the budget is no positive number, or a backend of laplace-torch's makes the
@@ -68,6 +68,7 @@ def within_budget(
             "4 * 2**30."
         )
     own: EngineInterface = engine
+    own.budget = int(budget)
 
     def plan(X: Inputs) -> None:
         own.key, own.chunk = key, data_at_once(own, X, int(budget), key)
@@ -131,7 +132,7 @@ def data_at_once(engine: EngineInterface, X: Inputs, budget: int, key: Keys = "i
             f"Expected a `memory_budget` that holds the factors, got {budget:,} bytes: {said}. "
             f"{remedy}"
         )
-    one = _peak(engine, take(X, slice(0, 1), key))
+    one = peak_of(engine, lambda trial: trial.factors(take(X, slice(0, 1), key)))
     free = budget - 2 * whole - one
     if free < 0:
         raise ValueError(
@@ -141,12 +142,27 @@ def data_at_once(engine: EngineInterface, X: Inputs, budget: int, key: Keys = "i
     n = size_of(X, key)
     if n == 1:
         return 1
-    each = max(_peak(engine, take(X, slice(0, 2), key)) - one, 1)
+    two = peak_of(engine, lambda trial: trial.factors(take(X, slice(0, 2), key)))
+    each = max(two - one, 1)
     return int(min(n, 1 + free // each))
 
 
-def _peak(engine: EngineInterface, X: Inputs) -> int:
-    """Bytes that a pass takes, by an engine whose counts nobody reads."""
+def peak_of(engine: EngineInterface, passing: Callable[[EngineInterface], object]) -> int:
+    """Bytes that passes take.
+
+    Args:
+        engine: The engine; neither its counts nor its generator are touched.
+        passing: Makes the passes, by an engine whose counts nobody reads.
+
+    Returns:
+        The peak of live tensors.
+
+    Example:
+        >>> from laplace_debias.kfac.engine import Engine
+        >>> engine = Engine(torch.nn.Linear(3, 2), "classification")
+        >>> peak_of(engine, lambda trial: trial.factors(torch.ones(8, 3))) > 4 * 8 * 3
+        True
+    """
     trial = copy(engine)
     trial.cost, trial.first_output, trial.reached = FitCost(), None, set(engine.names)
     trial.generator = torch.Generator(next(engine.root.parameters()).device)
@@ -154,7 +170,7 @@ def _peak(engine: EngineInterface, X: Inputs) -> int:
     trial.fisher = "mc" if engine.fisher == "empirical" else engine.fisher  # no labels are known
     with warnings.catch_warnings(), LiveBytes() as live:
         warnings.simplefilter("ignore")
-        trial.factors(X)
+        passing(trial)
     peak: int = live.peak
     return peak
 

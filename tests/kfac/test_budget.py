@@ -62,18 +62,6 @@ def test_a_fit_stays_within_its_budget(method):
     torch.testing.assert_close(H, expected, rtol=1e-3, atol=1e-4 * float(expected.max()))
 
 
-def test_an_automatic_fit_passes_its_data_in_pieces():
-    """Beside the passes it keeps rows and gradients of probes, which no budget bounds."""
-    X, y = images(96, 0)
-    largest = []
-    for budget in (None, 4 * 2**20):
-        la = Laplace(convolutions(), "classification", "all", "kron", debias="auto")
-        with LiveBytes([X, y]) as live:
-            la.fit([(X, y)], n_data=96, memory_budget=budget)
-        largest.append(live.largest)
-    assert largest[1] < largest[0] / 2  # the activations of all data at once
-
-
 def test_factors_that_do_not_fit_are_named_before_the_fit():
     la = Laplace(nn.Linear(400, 10), "classification", "all", "kron", debias=True)
     batch = (torch.randn(8, 400), torch.arange(8))
