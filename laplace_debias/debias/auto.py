@@ -206,9 +206,7 @@ class _Fit:
             )
             of_key = {f.key: (f, pair) for f, pair in zip(rounds.factors, pairs, strict=True)}
             A, output, found = moments.decomposed(), None, []
-            spectrum: tuple[RowsKey, Spectrum] | None = (
-                None  # of one layer at a time: rows are many
-            )
+            spectrum: tuple[RowsKey, Spectrum] | None = None  # of one layer at a time
             for i, p in enumerate(self.engine.owned):
                 key = rows_key(p)
                 if key in of_key:

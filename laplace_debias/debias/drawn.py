@@ -86,7 +86,7 @@ class DrawnFactor:
         known: Plain sum over all draws so far, ``[d, d]``.
         rows: Kept rows ``[m, r, d]`` of some draws, or their blocks where ``r >= d``, with the
             draws' numbers.
-        most: Most numbers of rows that are kept of all rounds: beyond, every second run is given up.
+        most: Most numbers of rows that are kept of all rounds, see :func:`thinned`.
         device: Where sums are to be in a process without draws.
     """
 

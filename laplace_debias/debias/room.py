@@ -71,8 +71,13 @@ class Room(NamedTuple):
             >>> Room(100, 4, 50, 8, 8).with_all([Room(100, 4, 50, 8, 8), Room(70, 5, 60, 9, 9)])
             Room(numbers=70, n_probes=4, n_pool=50, n_forward=8, n_backward=8)
         """
-        least = [min(values) for values in zip(*(room[:3] for room in others), strict=True)]
-        return Room(*least, *self[3:]) if others else self
+        if not others:
+            return self
+        return self._replace(
+            numbers=min(room.numbers for room in others),
+            n_probes=min(room.n_probes for room in others),
+            n_pool=min(room.n_pool for room in others),
+        )
 
 
 def room_within(
@@ -184,8 +189,9 @@ class _Trial(NamedTuple):
             for rows in gradient_rows(trial, few, partial(_two_vectors, trial), key):
                 for factor in factors:
                     own = rows[factor.key]
+                    sizes = own.shape[1], own.shape[2]
                     factor.add(own, torch.ones(n), at % N_GROUPS, at, 0, n)
-                    layers[inner[factor.key]] = _Layer(*own.shape[1:], own.element_size())
+                    layers[inner[factor.key]] = _Layer(*sizes, own.element_size())
 
         sizes = peak_of(engine, forward), peak_of(engine, backward)
         new = found[0]
