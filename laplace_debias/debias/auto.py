@@ -35,6 +35,7 @@ from laplace_debias.debias.drawn_rows import N_GROUPS
 from laplace_debias.debias.eigen import EigenFactors, eigh_float64
 from laplace_debias.debias.kept_rounds import KeptRounds
 from laplace_debias.debias.options import AutoOptions
+from laplace_debias.debias.room import room_for
 from laplace_debias.debias.rounds import Rounds
 from laplace_debias.debias.shared_eigen import eigh_shared
 from laplace_debias.debias.spectrum import FitResult
@@ -93,7 +94,7 @@ def fit_auto(
     if checkpoint is not None:
         checkpoint.begin(engine.cost)  # the pool's order is drawn
     with bar(shown=progress_bar, total=0, unit="pass") as shown:
-        rounds = Rounds(engine, data, options, shown)
+        rounds = Rounds(engine, data, options, shown, room_for)
         kept = None if checkpoint is None else KeptRounds(rounds, checkpoint)
         return _Fit(rounds, ridges.double(), correct, kept).fit()
 
@@ -185,7 +186,8 @@ class _Fit:
             short = f"another round would end after max_seconds={options.max_seconds:g}"
         elif rounds.exhausted:
             n, N = rounds.pool.size, rounds.data.n_data
-            ended = "the loader ended after" if rounds.pool.ended else rounds.limit_reason
+            limited = "the pool is limited (`n_pool`, `memory_budget`) to"
+            ended = "the loader ended after" if rounds.pool.ended else limited
             short = f"{ended} {n} of {N} data, and all of their pairs are used"
         if short and is_main():
             warnings.warn(

@@ -1,23 +1,68 @@
-"""Draws of all rounds: how much each counts, as a whole and in groups, and whose rows are kept."""
+"""Draws of all rounds: how much each counts, whose rows are kept, and what there is room for."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from laplace_debias.debias.leverages import BlockGrams
 
-__all__ = ["N_GROUPS", "RUN", "DrawnRows", "KeptRows", "in_runs", "moved", "numbers_of", "thinned"]
+__all__ = [
+    "N_GROUPS",
+    "RUN",
+    "DrawnRows",
+    "KeptRows",
+    "Room",
+    "in_runs",
+    "moved",
+    "numbers_of",
+    "thinned",
+]
 
 N_GROUPS = 4
 RUN = 2 * N_GROUPS
 """A part of the draws is kept in runs: neighbours stay neighbours, also within half the groups."""
 KeptRows = tuple[Tensor | BlockGrams, Tensor]
 """Rows ``[m, r, d]`` of some draws, or their blocks, and the draws' numbers ``[m]``."""
+
+
+class Room(NamedTuple):
+    """How much a fit in rounds may keep.
+
+    Attributes:
+        numbers: Numbers of rows per layer, of all rounds.
+        n_probes: Most inputs of the pool that serve as probes.
+        n_pool: Most data of the pool.
+        n_forward: Most data of a forward pass, ``None`` for a whole mini-batch.
+        n_backward: Most data of a backward pass.
+    """
+
+    numbers: float = math.inf
+    n_probes: float = math.inf
+    n_pool: float = math.inf
+    n_forward: int | None = None
+    n_backward: int | None = None
+
+    def with_all(self, others: list[Room]) -> Room:
+        """The same for several processes, which keep the same things.
+
+        Args:
+            others: What each has room for.
+
+        Example:
+            >>> Room(100, 4, 50, 8, 8).with_all([Room(100, 4, 50, 8, 8), Room(70, 5, 60, 9, 9)])
+            Room(numbers=70, n_probes=4, n_pool=50, n_forward=8, n_backward=8)
+        """
+        return self._replace(
+            numbers=min(room.numbers for room in others),
+            n_probes=min(room.n_probes for room in others),
+            n_pool=min(room.n_pool for room in others),
+        )
 
 
 @dataclass

@@ -263,7 +263,7 @@ class PoolMoments:
                 found.append((n * m * rare) ** 0.5 / (n + m) * (a - b))
         return found
 
-    def probes(self, key: Keys = "input_ids", limit: int = MOST_PROBES) -> tuple[Inputs, Tensor]:
+    def probes(self, key: Keys = "input_ids", limit: float = MOST_PROBES) -> tuple[Inputs, Tensor]:
         """A few inputs of the pool, as many far ones, and a direction of the output for each.
 
         Far inputs are Gaussian, with the pool's mean and twice its standard deviation per feature;
@@ -279,7 +279,7 @@ class PoolMoments:
         assert self._first is not None  # a mini-batch was added
         n_params = sum(p.numel() for p in self.engine.root.parameters() if p.requires_grad)
         most = max(4, min(MOST_PROBES, MOST_PROBE_NUMBERS // (2 * max(n_params, 1))))
-        n = min(size_of(self._first, key), most, limit)
+        n = int(min(size_of(self._first, key), most, limit))
         X = take(self._first, slice(0, n), key)
         generator = torch.Generator().manual_seed(0)
         if (

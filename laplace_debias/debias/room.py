@@ -18,7 +18,6 @@ what is left each, the rest is for passes. What passes take is measured, see
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import NamedTuple
 
@@ -26,8 +25,10 @@ import torch
 from torch import Tensor
 
 from laplace_debias.data.inputs import Inputs, Keys, size_of, take, tensors_of
+from laplace_debias.data.pool import Pool
+from laplace_debias.data.processes import processes, together
 from laplace_debias.debias.drawn import MOST_NUMBERS, DrawnFactor
-from laplace_debias.debias.drawn_rows import N_GROUPS, RUN
+from laplace_debias.debias.drawn_rows import N_GROUPS, RUN, Room
 from laplace_debias.debias.leverages import MOST_DIMENSIONS_PER_ROW
 from laplace_debias.debias.pairs import pair_vectors
 from laplace_debias.debias.pool_moments import MOST_PROBES
@@ -37,47 +38,46 @@ from laplace_debias.kfac.gradient_rows import gradient_rows
 from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.network.ownership import rows_key
 
-__all__ = ["Room", "room_within"]
+__all__ = ["room_for", "room_within"]
 
 LEAST_POOL = 64
 LEAST_DRAWS = 2 * RUN
 """Draws whose rows are kept in any case, of those before and of the present round."""
 
 
-class Room(NamedTuple):
-    """How much a fit in rounds may keep.
+def room_for(engine: EngineInterface, pool: Pool) -> Room:
+    """What the engine's budget has room for, as the first mini-batch shows.
 
-    Attributes:
-        numbers: Numbers of rows per layer, of all rounds.
-        n_probes: Most inputs of the pool that serve as probes.
-        n_pool: Most data of the pool.
-        n_forward: Most data of a forward pass, ``None`` for a whole mini-batch.
-        n_backward: Most data of a backward pass.
+    Args:
+        engine: The engine; it is told how many data a forward pass may take.
+        pool: The data, of which nothing was read yet.
+
+    Returns:
+        The room, the same for all processes but for their passes.
+
+    Raises:
+        ValueError: See :func:`room_within`.
+
+    Example:
+        >>> from laplace_debias.data.roles import TrainingData
+        >>> from laplace_debias.kfac.engine import Engine
+        >>> engine = Engine(torch.nn.Linear(3, 2), "classification")
+        >>> data = TrainingData((torch.ones(8, 3), torch.zeros(8).long()), None, 8, "cpu")
+        >>> room_for(engine, Pool(data)) == Room()
+        True
     """
-
-    numbers: float = math.inf
-    n_probes: int = MOST_PROBES
-    n_pool: float = math.inf
-    n_forward: int | None = None
-    n_backward: int | None = None
-
-    def with_all(self, others: list[Room]) -> Room:
-        """The same for several processes, which keep the same things.
-
-        Args:
-            others: What each has room for.
-
-        Example:
-            >>> Room(100, 4, 50, 8, 8).with_all([Room(100, 4, 50, 8, 8), Room(70, 5, 60, 9, 9)])
-            Room(numbers=70, n_probes=4, n_pool=50, n_forward=8, n_backward=8)
-        """
-        if not others:
-            return self
-        return self._replace(
-            numbers=min(room.numbers for room in others),
-            n_probes=min(room.n_probes for room in others),
-            n_pool=min(room.n_pool for room in others),
-        )
+    if engine.budget is None:
+        return Room()
+    data, group, own = pool.data, processes(), Room()
+    with together("finding out how much memory it needs"):
+        first = pool.first()
+        if first is not None:
+            there = pool.map is not None or isinstance(data.loader, list | tuple)
+            own = room_within(
+                engine, first[0], engine.budget, data.n_data, data.key_x, keeps_data=not there
+            )
+            engine.chunk = own.n_forward
+    return own if group is None else own.with_all(group.gather(own))
 
 
 def room_within(

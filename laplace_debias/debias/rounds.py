@@ -15,7 +15,7 @@ from laplace_debias.data.pool import Pool, given_scores
 from laplace_debias.data.processes import counted, from_main, processes, together
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.drawn import DrawnFactor
-from laplace_debias.debias.drawn_rows import N_GROUPS, DrawnRows
+from laplace_debias.debias.drawn_rows import N_GROUPS, DrawnRows, Room
 from laplace_debias.debias.options import AutoOptions
 from laplace_debias.debias.pairs import (
     PairDraw,
@@ -25,7 +25,6 @@ from laplace_debias.debias.pairs import (
     pairs_of_data,
 )
 from laplace_debias.debias.pool_moments import PoolMoments
-from laplace_debias.debias.room import Room, room_within
 from laplace_debias.kfac.gradient_rows import gradient_rows, tells_data_apart
 from laplace_debias.kfac.interface import EngineInterface, datum_keys
 from laplace_debias.network.ownership import rows_key
@@ -47,6 +46,7 @@ class Rounds:
         data: The loader and N.
         options: Budgets, scores from training, and the source of the draws.
         bar: Shows passes, forward and backward; each round adds its own to the total.
+        room: Says what may be kept, before anything is read; by default all.
 
     Attributes:
         pool: The data read so far.
@@ -81,12 +81,13 @@ class Rounds:
         data: TrainingData,
         options: AutoOptions,
         bar: tqdm | None = None,
+        room: Callable[[EngineInterface, Pool], Room] | None = None,
     ) -> None:
         self.engine, self.data, self.options, self.bar = engine, data, options, bar
         self.pool = Pool(data, options.generator)
         self.reading: Callable[[int], Iterator[Batch]] = self.pool.grow
         self.moments = PoolMoments(engine)
-        self.room = Room() if engine.budget is None else self._room(engine.budget)
+        self.room = Room() if room is None else room(engine, self.pool)
         self.drawn = DrawnRows()
         self.factors: list[DrawnFactor] = []
         self.stale = self._stale_scores()
@@ -112,12 +113,6 @@ class Rounds:
     def limit(self) -> float:
         """Most data of the pool, by the options and by the budget of memory."""
         return min(self.options.n_pool or math.inf, self.room.n_pool)
-
-    @property
-    def limit_reason(self) -> str:
-        """What says so."""
-        budget = self.limit < (self.options.n_pool or math.inf)
-        return f"the pool may have no more ({'memory_budget' if budget else 'n_pool'}) than"
 
     @property
     def scale(self) -> float:
@@ -153,21 +148,6 @@ class Rounds:
         inner = {rows_key(p): None for p, last in pairs if not last}  # an ordered set
         device = next(self.engine.root.parameters()).device
         self.factors = [DrawnFactor(key, self.room.numbers, device=device) for key in inner]
-
-    def _room(self, budget: int) -> Room:
-        """What a budget has room for, as the first mini-batch shows; the same for all processes."""
-        group, rooms = processes(), list[Room]()
-        with together("finding out how much memory it needs"):
-            first = self.pool.first()
-            if first is not None:
-                args = (self.engine, first[0], budget, self.data.n_data, self.data.key_x)
-                there = self.pool.map is not None or isinstance(self.data.loader, list | tuple)
-                rooms = [room_within(*args, keeps_data=not there)]
-                self.engine.chunk = rooms[0].n_forward
-        if group is None:
-            return rooms[0] if rooms else Room()
-        own = rooms[0] if rooms else Room()
-        return own.with_all([room for part in group.gather(rooms) for room in part])
 
     def _grow_together(self, size: int) -> None:
         """The same in step with other processes."""

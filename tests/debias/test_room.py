@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.debias.room import Room, room_within
+from laplace_debias.debias.drawn_rows import Room
+from laplace_debias.debias.room import room_within
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.network.live_bytes import LiveBytes
 
@@ -82,7 +83,7 @@ def test_a_whole_fit_stays_within_its_budget(make, mega, share, rounds):
 
 def test_rows_of_many_rounds_are_thinned(monkeypatch):
     """The rows that are kept stay below what there is room for, and the fit does not suffer."""
-    from laplace_debias.debias import auto, rounds
+    from laplace_debias.debias import auto, room, rounds
 
     kept = []
     close = rounds.DrawnFactor.close
@@ -92,7 +93,7 @@ def test_rows_of_many_rounds_are_thinned(monkeypatch):
         kept.append((sum(rows.numel() for rows, _ in self.rows), self.most))
 
     monkeypatch.setattr(rounds.DrawnFactor, "close", noted)
-    monkeypatch.setattr(rounds, "room_within", lambda *_, **__: Room(numbers=1000, n_probes=4))
+    monkeypatch.setattr(room, "room_within", lambda *_, **__: Room(numbers=1000, n_probes=4))
     monkeypatch.setattr(auto, "FIRST_ROUND", 16)
     X, y = images(96)
     options = {"tolerance": 1e-7, "n_passes": 64, "counted": False}
@@ -112,12 +113,12 @@ def test_a_pool_that_may_not_grow_ends_the_fit():
     X, y = images(192)
     loader = DataLoader(TensorDataset(X.mean((2, 3)), y), batch_size=16)
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
-    with pytest.warns(UserWarning, match=r"no more \(n_pool\) than 32 of 192 data"):
+    with pytest.warns(UserWarning, match=r"limited .* to 32 of 192 data"):
         Laplace(net, "classification", "all", "kron", debias="auto", tolerance=1e-6, n_pool=32).fit(
             loader
         )
     la = Laplace(net, "classification", "all", "kron", debias="auto", tolerance=1e-6)
-    with pytest.warns(UserWarning, match=r"no more \(memory_budget\) than \d+ of 192 data"):
+    with pytest.warns(UserWarning, match=r"limited .* to \d+ of 192 data"):
         la.fit(loader, memory_budget=90_000)
     assert 64 <= la.fit_report.n_pool < 192
 

@@ -30,7 +30,7 @@ def test_killed_twenty_times_and_ends_with_the_same_bits(kinds, tmp_path):
 
 @pytest.mark.parametrize("kind", ["single", "two-batch"])
 def test_two_processes_that_are_killed_end_with_the_same_bits(kind, tmp_path):
-    """One of them or both, eight times in all; the other stops then, and both go on together."""
+    """One of them or both: the other stops then, and both go on together."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     found = {}
     for kills in (0, 4):
@@ -145,7 +145,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot be read as one"):
         fit("single", tmp_path / "a")
     la = Laplace(cases.MLP.model(), "classification", "all", "kron", debias="single")
-    with pytest.raises(ValueError, match="Expected `checkpoint` with debias in"):
+    with pytest.raises(ValueError, match="Expected `checkpoint` with override=True and debias in"):
         la.fit(cases.MLP.data(5), override=False, n_data=9, checkpoint=tmp_path / "b")
     more = {"debias": "crossfit", "sampling": "curvature"}
     la = Laplace(cases.MLP.model(), "classification", "all", "kron", **more)
