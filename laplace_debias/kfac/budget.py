@@ -4,7 +4,8 @@ Factors add up over data, so that a mini-batch may be passed in pieces: the sums
 a piece of n data takes is measured, on one datum and on two, by counting the bytes of live tensors
 (:mod:`laplace_debias.network.live_bytes`); it grows with n by the difference of the two. Beside it
 live the factors so far and their sum with the new ones, and while one is decomposed its copies in
-double precision.
+double precision. Folds are kept side by side, and one factor of all of them is copied in double
+precision four times: as it is, scaled, and added up from both ends.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def within_budget(
     key: Keys,
     check: Callable[[Inputs], None],
     checks: bool = True,
+    n_folds: int = 0,
 ) -> Callable[[Inputs], None] | None:
     """What to do with the first mini-batch of a fit, so that it keeps to a budget.
 
@@ -39,6 +41,7 @@ def within_budget(
         key: Which entries of inputs that are mappings run over the data.
         check: What is to be done with the mini-batch besides.
         checks: Whether that is to be done.
+        n_folds: Number of folds that are kept side by side, if any are.
 
     Returns:
         A function of the inputs, which sets how many data one pass takes; ``None`` if there is
@@ -71,7 +74,7 @@ def within_budget(
     own.budget = int(budget)
 
     def plan(X: Inputs) -> None:
-        own.key, own.chunk = key, data_at_once(own, X, int(budget), key)
+        own.key, own.chunk = key, data_at_once(own, X, int(budget), key, n_folds)
         if checks:
             check(X)
 
@@ -95,7 +98,9 @@ def factor_bytes(owned: Sequence[OwnedParameter]) -> dict[str, int]:
     return {p.name: sum(d**2 for d in p.sides) * _itemsize(p) for p in owned}
 
 
-def data_at_once(engine: EngineInterface, X: Inputs, budget: int, key: Keys = "input_ids") -> int:
+def data_at_once(
+    engine: EngineInterface, X: Inputs, budget: int, key: Keys = "input_ids", n_folds: int = 0
+) -> int:
     """Number of data that one pass may take, so that a fit stays within a budget.
 
     Args:
@@ -103,6 +108,7 @@ def data_at_once(engine: EngineInterface, X: Inputs, budget: int, key: Keys = "i
         X: Inputs of the first mini-batch.
         budget: Bytes that a fit may add to what is there.
         key: Key of the inputs in a mapping.
+        n_folds: Number of folds that are kept side by side, if any are.
 
     Returns:
         At least 1, at most the size of the mini-batch.
@@ -121,7 +127,11 @@ def data_at_once(engine: EngineInterface, X: Inputs, budget: int, key: Keys = "i
     largest = max(sizes, key=lambda name: sizes[name])
     widest = max(side for p in engine.owned for side in p.sides)
     # the sum of what was there and what is new; or a factor's copies, its eigenvectors among them
-    least = max(3 * whole, 2 * whole + 3 * 8 * widest**2)
+    least, kept = max(3 * whole, 2 * whole + 3 * 8 * widest**2), 2 * whole
+    if n_folds:  # their bases in double precision, and copies of one factor of all folds
+        doubles = sum(8 * d**2 for p in engine.owned for d in p.sides)
+        kept = (n_folds + 1) * whole
+        least = max(3 * whole, n_folds * whole + doubles + (32 * n_folds + 8) * widest**2)
     said = (
         f"the Kronecker factors of all parameters take {whole:,} bytes, those of '{largest}' "
         f"{sizes[largest]:,} of them, and a fit has up to {least:,} at a time"
@@ -133,7 +143,7 @@ def data_at_once(engine: EngineInterface, X: Inputs, budget: int, key: Keys = "i
             f"{remedy}"
         )
     one = peak_of(engine, lambda trial: trial.factors(take(X, slice(0, 1), key)))
-    free = budget - 2 * whole - one
+    free = budget - kept - one
     if free < 0:
         raise ValueError(
             f"Expected a `memory_budget` for the pass of at least one datum, got {budget:,} bytes: "
