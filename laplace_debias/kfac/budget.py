@@ -127,10 +127,10 @@ def data_at_once(
     largest = max(sizes, key=lambda name: sizes[name])
     widest = max(side for p in engine.owned for side in p.sides)
     # the sum of what was there and what is new; or a factor's copies, its eigenvectors among them
-    least, kept = max(3 * whole, 2 * whole + 3 * 8 * widest**2), 2 * whole
+    least, kept = max(3 * whole, 2 * whole + 3 * 8 * widest**2), 3 * whole
     if n_folds:  # their bases in double precision, and copies of one factor of all folds
         doubles = sum(8 * d**2 for p in engine.owned for d in p.sides)
-        kept = (n_folds + 1) * whole
+        kept = (n_folds + 2) * whole  # with the sum over pieces, before and after
         least = max(3 * whole, n_folds * whole + doubles + (32 * n_folds + 8) * widest**2)
     said = (
         f"the Kronecker factors of all parameters take {whole:,} bytes, those of '{largest}' "
