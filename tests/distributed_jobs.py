@@ -185,6 +185,18 @@ def sampled(rank=None, sizes=()):
     return {"H": la.H.to_matrix()}
 
 
+def budgeted(rank=None, sizes=()):
+    """An automatic fit within a budget of memory, on which all have to agree."""
+    case, generator = cases.MLP, seeded(rank)
+    la = Laplace(
+        case.model(), case.likelihood, "all", "kron", debias="auto", tolerance=None, n_passes=48,
+        generator=generator,
+    )  # fmt: skip
+    with same_draws():
+        la.fit(batches(case, sizes, rank), n_data=N, memory_budget=2**26)
+    return {"H": la.H.to_matrix(), "distance": la.fit_report.distance}
+
+
 def stale(rank=None, sizes=()):
     """An automatic fit that draws by scores from training: vectors are keyed by the draw."""
     case, generator = cases.MLP, torch.Generator().manual_seed(3 if not rank else 100 + rank)
@@ -349,6 +361,7 @@ def main(rank, size, folder):
     found = {name: fit(name, rank, sizes) for name in FITS}
     found["sampled"] = sampled(rank, sizes)
     found["stale"] = stale(rank, sizes)
+    found["budgeted"] = budgeted(rank, sizes)
     found["tuned"] = tuned(rank, sizes)
     found["compared"] = [compared(rank, sizes, f"{folder}/cells") for _ in range(2)]
     found["dealt out"] = dealt_out(rank, size)

@@ -50,6 +50,7 @@ TESTED_TOGETHER = {
     # Several processes are started once, and asked through fits.
     "data/map_style.py": "data/test_pool.py",
     "data/processes.py": "posterior/test_several.py",
+    "debias/packing.py": "debias/test_checkpoint.py",
     "debias/pool_news.py": "posterior/test_several.py",
     "debias/shared_eigen.py": "posterior/test_several.py",
     "debias/shared_folds.py": "posterior/test_several.py",

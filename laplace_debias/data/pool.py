@@ -8,6 +8,7 @@ reservoirs hold.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -110,6 +111,16 @@ class Pool:
             sizes = self._group.gather(size)
             if None not in sizes:  # all can be numbered before they are read
                 self._own, self._numbered = [self._numbers(sizes)], True
+
+    def first(self) -> Batch | None:
+        """The first mini-batch of this process, before anything else is read; it comes again."""
+        if self.map is not None and self._group is None:
+            new = range(min(max(self.map.batch_size, 1), len(self.map)))
+            return next(iter(self.data.read(self.map.read(new))), None) if new else None
+        batch = next(self._stream, None) if self._stream is not None else None
+        if batch is not None and self._stream is not None:
+            self._stream = chain([batch], self._stream)
+        return batch
 
     def grow(self, size: int) -> Iterator[Batch]:
         """Read on until the pool has at least so many data, or there are no more.

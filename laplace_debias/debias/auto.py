@@ -32,17 +32,18 @@ from laplace_debias.debias.certificate import (
     probe_gradients,
 )
 from laplace_debias.debias.checkpoint import Checkpoint
-from laplace_debias.debias.drawn import corrected_block
+from laplace_debias.debias.drawn import Spectrum, corrected_block
 from laplace_debias.debias.drawn_rows import N_GROUPS
 from laplace_debias.debias.eigen import EigenFactors, eigh_float64
 from laplace_debias.debias.kept_rounds import KeptRounds
 from laplace_debias.debias.options import AutoOptions
+from laplace_debias.debias.room import room_for
 from laplace_debias.debias.rounds import Rounds
 from laplace_debias.debias.shared_eigen import eigh_shared
 from laplace_debias.debias.spectrum import FitResult
 from laplace_debias.kfac.counts import FitReport
 from laplace_debias.kfac.interface import EngineInterface
-from laplace_debias.network.ownership import rows_key
+from laplace_debias.network.ownership import RowsKey, rows_key
 
 __all__ = ["fit_auto"]
 
@@ -94,7 +95,7 @@ def fit_auto(
     if checkpoint is not None:
         checkpoint.begin(engine.cost)  # the pool's order is drawn
     with bar(shown=progress_bar, total=0, unit="pass") as shown:
-        rounds = Rounds(engine, data, options, shown)
+        rounds = Rounds(engine, data, options, shown, room_for)
         kept = None if checkpoint is None else KeptRounds(rounds, checkpoint)
         return _Fit(rounds, ridges.double(), correct, kept).fit()
 
@@ -142,7 +143,7 @@ class _Fit:
         if self.kept is not None and self.kept.own:
             m, self.probes = self.kept.own["m"], self.kept.own["probes"]
         while True:
-            begin = time.perf_counter()
+            begin, blocks, self._rotated = time.perf_counter(), None, None  # room for the passes
             if self.kept is not None:
                 self.kept.begin_round(m=m, probes=self.probes)
             self.rounds.grow(self.spent + m)
@@ -186,7 +187,9 @@ class _Fit:
             short = f"another round would end after max_seconds={options.max_seconds:g}"
         elif rounds.exhausted:
             n, N = rounds.pool.size, rounds.data.n_data
-            short = f"the loader ended after {n} of {N} data, and all of their pairs are used"
+            limited = "the pool is limited (`n_pool`, `memory_budget`) to"
+            ended = "the loader ended after" if rounds.pool.ended else limited
+            short = f"{ended} {n} of {N} data, and all of their pairs are used"
         if short and is_main():
             warnings.warn(
                 f"The fit stops at an estimated distance of {distance:.3f} to the full-batch "
@@ -204,16 +207,19 @@ class _Fit:
                 [factor.estimate(groups, rounds.scale) for factor in rounds.factors],
                 ["B"] * len(rounds.factors),
             )
-            spectra = {
-                factor.key: factor.spectrum(rounds.drawn, groups, rounds.scale, pair)
-                for factor, pair in zip(rounds.factors, pairs, strict=True)
-            }
+            of_key = {f.key: (f, pair) for f, pair in zip(rounds.factors, pairs, strict=True)}
             A, output, found = moments.decomposed(), None, []
+            spectrum: tuple[RowsKey, Spectrum] | None = None  # of one layer at a time
             for i, p in enumerate(self.engine.owned):
-                if rows_key(p) in spectra:
+                key = rows_key(p)
+                if key in of_key:
+                    if spectrum is None or spectrum[0] != key:
+                        factor, pair = of_key[key]
+                        spectrum = None
+                        spectrum = key, factor.spectrum(rounds.drawn, groups, rounds.scale, pair)
                     drawn_A = not rounds.whole and moments.one_row[i]
                     block = corrected_block(
-                        spectra[rows_key(p)],
+                        spectrum[1],
                         A[i],
                         float(self.ridges[i]),
                         correct=self.correct,
@@ -233,13 +239,15 @@ class _Fit:
         rounds, moments = self.rounds, self.rounds.moments
         if self.exact:
             return 0.0, 0.0
-        halves = [self.blocks(h) for split in SPLITS for h in split] if rounds.factors else []
         with self.engine.cost.stage("certificate"):
             J, ridges = self._rotated_probes(), self.ridges.to(moments.outputs.device)
             theta = log_deviations(blocks, J, ridges)
+        halves = [h for split in SPLITS for h in split] if rounds.factors else []
+        of_halves = [log_deviations(self.blocks(h), J, ridges) for h in halves]  # one at a time
+        with self.engine.cost.stage("certificate"):
             errors, bias = theta.new_zeros(0, len(theta)), torch.zeros_like(theta)
             if halves:
-                others = torch.stack([log_deviations(half, J, ridges) for half in halves])
+                others = torch.stack(of_halves)
                 rarity = 1.0 if rounds.stale is not None else rounds.drawn.rarity(rounds.scale)
                 errors = evenly_split((others[0::2] - others[1::2]) / 2)
                 errors = errors * (rarity / len(SPLITS)) ** 0.5
@@ -255,7 +263,8 @@ class _Fit:
         """Gradients at the probes, along the directions of A: all halves share these."""
         moments, key = self.rounds.moments, self.rounds.data.key_x
         if self.probes is None:
-            self.probes = probe_gradients(self.engine, *moments.probes(key), key)
+            most = self.rounds.room.n_probes
+            self.probes = probe_gradients(self.engine, *moments.probes(key, most), key)
         A = moments.decomposed()
         if self._rotated is None or self._rotated[0] is not A:
             pairs = zip(self.probes, A, strict=True)

@@ -4,6 +4,11 @@ What was accumulated (factors, a basis, folds, draws), the number of mini-batche
 with a digest of their data, and the states of all random number generators are written as one file,
 whole or not at all. Going on, the loader is started from the same state and the mini-batches that
 are done are read, compared with the digest, and passed over: then everything is as it was.
+
+Several processes have a file each. Between two exchanges they go on independently of each other,
+wherever each of them stands. At an exchange all turn to the next phase: each writes beside its
+file, and only when all have done so the files are replaced. So if one file has turned, all others
+have, or can: a kill in between leaves no process in a phase that another one cannot reach.
 """
 
 from __future__ import annotations
@@ -11,59 +16,26 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace_debias.data.inputs import Batch, tensor_bytes, tensors_of
-from laplace_debias.data.targets import apart
+from laplace_debias.data.inputs import Batch
+from laplace_debias.data.processes import processes, together
+from laplace_debias.debias.packing import digest_of, packed, unpacked
 from laplace_debias.kfac.counts import FitCost
-from laplace_debias.kfac.factors import Factors
 from laplace_debias.storage.atomic import write_atomically
 
-__all__ = ["Checkpoint", "generators_of"]
-
-_FACTORS = "factors"
-"""Key of factors in a file; no content has this name."""
-
-
-def generators_of(*owners: Any) -> list[torch.Generator]:
-    """Random number generators of loaders and of their samplers, each once.
-
-    Args:
-        *owners: Loaders, generators, or anything else.
-
-    Returns:
-        The generators.
-
-    Example:
-        >>> from torch.utils.data import DataLoader
-        >>> g = torch.Generator()
-        >>> generators_of(DataLoader([1, 2], shuffle=True, generator=g), None, g) == [g]
-        True
-    """
-    parts = [
-        part
-        for owner in owners
-        for part in (
-            owner,
-            *(getattr(owner, name, None) for name in ("sampler", "batch_sampler")),
-        )
-    ]
-    found = [part if isinstance(part, torch.Generator) else getattr(part, "generator", None)
-             for part in parts]  # fmt: skip
-    kept = {id(each): each for each in found if isinstance(each, torch.Generator)}
-    return list(kept.values())
+__all__ = ["Checkpoint"]
 
 
 class Checkpoint:
     """The file of one fit, and where the fit stands.
 
     Args:
-        path: The file; it need not exist.
+        path: The file of this process; it need not exist.
         about: What decides the numbers besides the data; a file with something else is refused.
         generators: All that are drawn from, besides the global one.
         seconds: How often to write; 0 after every mini-batch.
@@ -102,8 +74,35 @@ class Checkpoint:
         self._saved: dict[str, Any] | None = None
         self._start = self._position = self._states()
         self._written = time.monotonic()
-        if self.path.exists():
-            self._load()
+        self._phase, self._next = 0, self.path.with_name(self.path.name + ".next")
+        self._settle()
+        with together("reading its checkpoint"):
+            if self.path.exists():
+                self._load()
+
+    def _settle(self) -> None:
+        """Let all processes begin in the same phase: the last that any of them has turned to."""
+        group = processes()
+        if group is None:
+            return
+        own = self._phase_of(self.path), self._phase_of(self._next)
+        found = group.gather(own)
+        last = max(now for now, _ in found)
+        if last > 0 and all(last in phases for phases in found):
+            if own[0] != last:
+                self._next.replace(self.path)
+        elif last > 0 and own[0] >= 0:  # some have ended, and removed theirs: all begin anew
+            self.path.unlink()
+        if own[1] >= 0:
+            self._next.unlink(missing_ok=True)
+
+    def _phase_of(self, path: Path) -> int:
+        """Phase of a file of this fit, -1 if there is none."""
+        try:
+            saved = torch.load(path, weights_only=True, mmap=True)
+            return int(saved["phase"]) if saved["about"] == self.about else -1
+        except Exception:  # no file, or none that can be read: that is said when it is loaded
+            return -1
 
     def _load(self) -> None:
         """Take over what an earlier call has left."""
@@ -123,9 +122,9 @@ class Checkpoint:
                 f"Expected a checkpoint of this very fit in {self.path}, got one that differs in "
                 f"{', '.join(other)}. Remedy: delete the file to begin anew, or take another path."
             )
-        self.content = _unpacked(saved["content"])
+        self.content = unpacked(saved["content"])
         self._start, self._position = saved["start"], saved["position"]
-        self._saved, self.resumed = saved, saved["done"]
+        self._saved, self.resumed, self._phase = saved, saved["done"], saved["phase"]
 
     def begin(self, cost: FitCost) -> None:
         """Set generators as they were at the start of the first call; add what calls have spent.
@@ -165,7 +164,7 @@ class Checkpoint:
             item = next(batches, None)
             if item is None:
                 break
-            self._ahead.append(_digest(*item))
+            self._ahead.append(digest_of(*item))
             self._commit()
         if (self.done, self._digest) != (self._saved["done"], self._saved["digest"]):
             raise ValueError(
@@ -178,7 +177,7 @@ class Checkpoint:
     def noted(self, batches: Iterator[tuple[str, Batch]]) -> Iterator[tuple[str, Batch]]:
         """The same mini-batches, whose digests are noted on the way."""
         for item in batches:
-            self._ahead.append(_digest(*item))
+            self._ahead.append(digest_of(*item))
             yield item
 
     def _commit(self) -> None:
@@ -205,13 +204,33 @@ class Checkpoint:
 
     def write(self, cost: FitCost, **content: Any) -> None:
         """Write the file, whole or not at all; arguments as those of :meth:`processed`."""
+        self._write(self.path, cost, content)
+
+    def turn(self, cost: FitCost, **content: Any) -> None:
+        """The same after an exchange: all processes are in the next phase then, or none.
+
+        Args:
+            cost: See :meth:`processed`.
+            **content: See :meth:`processed`.
+        """
+        self._phase += 1
+        if processes() is None:
+            self.write(cost, **content)
+            return
+        with together("writing its checkpoint"):
+            self._write(self._next, cost, content)
+        self._next.replace(self.path)
+
+    def _write(self, path: Path, cost: FitCost, content: dict[str, Any]) -> None:
+        """Write a file."""
         state = {
             "about": self.about,
+            "phase": self._phase,
             "done": self.done,
             "digest": self._digest,
             "start": self._start,
             "position": self._position,
-            "content": _packed(content),
+            "content": packed(content),
             "cost": (cost.forward, cost.backward, dict(cost.seconds)),
         }
 
@@ -219,12 +238,18 @@ class Checkpoint:
             with file.open("wb") as stream:  # torch refuses some names of files
                 torch.save(state, stream)
 
-        write_atomically(self.path, save)
+        write_atomically(path, save)
         self._written = time.monotonic()
 
     def finish(self) -> None:
         """Remove the file of a fit that is complete, and what was left half written by a kill."""
-        halves = self.path.parent.glob(f".{self.path.stem}-{32 * '?'}{self.path.suffix}")
+        with together("its fit"):
+            pass  # nobody needs the others any more
+        halves = [
+            half
+            for path in (self.path, self._next)
+            for half in path.parent.glob(f".{path.stem}-{32 * '?'}{path.suffix}")
+        ]
         for path in (self.path, *halves):
             path.unlink(missing_ok=True)
 
@@ -237,38 +262,3 @@ class Checkpoint:
         torch.set_rng_state(states[0])
         for generator, state in zip(self._generators, states[1:], strict=True):
             generator.set_state(state)
-
-
-def _packed(value: Any) -> Any:
-    """The same with dictionaries in the place of factors."""
-    if isinstance(value, Factors):
-        assert not any(map(any, value.row_counts))  # of reports, not of fits
-        names = (each.name for each in fields(value) if each.name != "row_counts")
-        return {_FACTORS: {name: getattr(value, name) for name in names}}
-    if isinstance(value, dict):
-        return {key: _packed(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_packed, value))
-    return value
-
-
-def _unpacked(value: Any) -> Any:
-    """What was packed."""
-    if isinstance(value, dict):
-        if _FACTORS in value:
-            return Factors(**value[_FACTORS])
-        return {key: _unpacked(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_unpacked, value))
-    return value
-
-
-def _digest(role: str, batch: Batch) -> str:
-    """Digest of a mini-batch and its role."""
-    X, given = batch
-    y, w = apart(given)
-    digest = hashlib.sha256(role.encode())
-    for part in (*tensors_of(X), y, *([] if w is None else [w])):
-        digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
-        digest.update(tensor_bytes(part))
-    return digest.hexdigest()

@@ -12,16 +12,26 @@ compares halves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from laplace_debias.data.processes import processes
-from laplace_debias.debias.drawn_rows import N_GROUPS, DrawnRows
+from laplace_debias.debias.drawn_rows import (
+    N_GROUPS,
+    RUN,
+    DrawnRows,
+    KeptRows,
+    in_runs,
+    moved,
+    numbers_of,
+    thinned,
+)
 from laplace_debias.debias.eigen import EigenFactors, eigh_float64
 from laplace_debias.debias.inverse import (
     inverse_inflation,
@@ -38,8 +48,6 @@ MOST_NUMBERS = 2**20
 """Most numbers of gradient rows that are kept per layer: beyond, those of a part of the draws."""
 MOST_BLOCK_NUMBERS = 2**19
 """The same for layers with several rows per datum, whose correction is small and costs more."""
-RUN = 2 * N_GROUPS
-"""A part of the draws is kept in runs: neighbours stay neighbours, also within half the groups."""
 
 
 class Spectrum(NamedTuple):
@@ -78,17 +86,19 @@ class DrawnFactor:
         known: Plain sum over all draws so far, ``[d, d]``.
         rows: Kept rows ``[m, r, d]`` of some draws, or their blocks where ``r >= d``, with the
             draws' numbers.
+        most: Most numbers of rows that are kept of all rounds, see :func:`thinned`.
         device: Where sums are to be in a process without draws.
     """
 
     key: RowsKey
+    most: float = math.inf
     sums: Tensor | None = None
     known: Tensor | None = None
-    rows: list[tuple[Tensor | BlockGrams, Tensor]] = field(default_factory=list)
+    rows: list[KeptRows] = field(default_factory=list)
     device: torch.device | None = None
     _new: Tensor | None = None
     _new_known: Tensor | None = None
-    _new_rows: list[tuple[Tensor | BlockGrams, Tensor]] = field(default_factory=list)
+    _new_rows: list[KeptRows] = field(default_factory=list)
 
     def add(
         self, rows: Tensor, weights: Tensor, groups: Tensor, at: Tensor, first: int, n: int
@@ -110,8 +120,8 @@ class DrawnFactor:
             self._new = rows.new_zeros(N_GROUPS, d, d, dtype=torch.float64)
             self._new_known = rows.new_zeros(d, d, dtype=torch.float64)
         weights, groups = weights.to(rows), groups.to(rows.device)
-        most = MOST_NUMBERS if r == 1 else MOST_BLOCK_NUMBERS
-        keep = _in_runs(at, n, most // (min(r, d) * d)).to(rows.device)
+        most = min(MOST_NUMBERS if r == 1 else MOST_BLOCK_NUMBERS, self.most)
+        keep = in_runs(at, n, int(most // (min(r, d) * d))).to(rows.device)
         of_group = groups == torch.arange(N_GROUPS, device=groups.device)[:, None]
         numbers = first + at[keep.cpu()]
         if r >= d:  # [m, d, d], no more numbers than the rows: all sums follow
@@ -133,17 +143,17 @@ class DrawnFactor:
         group = processes()
         if group is None:
             return
-        shares = group.gather([(_moved(rows, "cpu"), at) for rows, at in self._new_rows])
+        shares = group.gather([(moved(rows, "cpu"), at) for rows, at in self._new_rows])
         kept = [pair for share in shares for pair in share]
         if not kept:
             return
-        device, d = self.device, _numbers(kept[0][0]).shape[2]
+        device, d = self.device, numbers_of(kept[0][0]).shape[2]
         if self._new is None or self._new_known is None:
             self._new = torch.zeros(N_GROUPS, d, d, dtype=torch.float64, device=device)
             self._new_known = torch.zeros(d, d, dtype=torch.float64, device=device)
         group.sum_(self._new)
         group.sum_(self._new_known)
-        self._new_rows = [(_moved(rows, device), at) for rows, at in kept]
+        self._new_rows = [(moved(rows, device), at) for rows, at in kept]
 
     def close(self, share: float, growth: float, *, distinct: bool) -> None:
         """End a round that counts by ``share``, see :meth:`DrawnRows.add`.
@@ -155,6 +165,7 @@ class DrawnFactor:
         """
         self.rows += self._new_rows
         self._new_rows = []
+        self.rows = thinned(self.rows, self.most)
         if self._new is None or self._new_known is None:
             return
         new = self._new
@@ -199,11 +210,11 @@ class DrawnFactor:
         lam, Q = pair if pair is not None else eigh_float64(self.estimate(groups, scale), "B")
         chosen, weights = drawn.of(groups)
         as_blocks = any(isinstance(rows, BlockGrams) for rows, _ in self.rows)
-        longest = max(_numbers(rows).shape[1] for rows, _ in self.rows)  # sequences may differ
+        longest = max(numbers_of(rows).shape[1] for rows, _ in self.rows)  # sequences may differ
         parts, numbers = [], []
         for rows, at in self.rows:
             keep = chosen[at]
-            kept = _numbers(rows)[keep.to(Q.device)].double()
+            kept = numbers_of(rows)[keep.to(Q.device)].double()
             if as_blocks:
                 parts.append(kept.mT @ kept if isinstance(rows, Tensor) else kept)
             else:  # rows of zeros change nothing
@@ -223,26 +234,6 @@ class DrawnFactor:
             flat = X.flatten(0, 1)
             tail = null_tail(flat[flat.any(1)])  # no rows of data that do not reach the layer
         return Spectrum(Q, lam.clamp(min=0), X @ Q, *more, tail)
-
-
-def _in_runs(at: Tensor, n: int, most: int) -> Tensor:
-    """Which of n draws are kept: all, or some runs of neighbours, spread evenly."""
-    if n <= most:
-        return torch.ones_like(at, dtype=torch.bool)
-    n_runs = -(-n // RUN)
-    wanted = min(n_runs, max(2, most // RUN))
-    run = at // RUN
-    return (run + 1) * wanted // n_runs > run * wanted // n_runs
-
-
-def _numbers(rows: Tensor | BlockGrams) -> Tensor:
-    """Rows ``[m, r, d]``, or blocks ``[m, d, d]``."""
-    return rows if isinstance(rows, Tensor) else rows.G
-
-
-def _moved(rows: Tensor | BlockGrams, device: Any) -> Tensor | BlockGrams:
-    """The same on a device."""
-    return rows.to(device) if isinstance(rows, Tensor) else BlockGrams(rows.G.to(device))
 
 
 def _gram(rows: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ def fit_freeing(
             shown.set_description("[K-FAC: eigendecompositions]")
             basis = _Basis.of(directions, data, engine.cost, shown.update)
             if checkpoint is not None:
-                checkpoint.write(engine.cost, basis=basis.content())
+                checkpoint.turn(engine.cost, basis=basis.content())
         if CURVATURES not in roles:
             return basis.fit(data)
         shown.set_description(f"[K-FAC: {CURVATURES}]")

@@ -65,6 +65,7 @@ class PoolMoments:
         data: they see as many as ``MOST_MULTIPLICATIONS`` pay for.
         """
         check_unweighted(y, "debias='auto'", "debias=True, 'single' or 'crossfit'")
+        self._A = None
         new = self.engine.factors(X, y, inputs=self._wanted(), outputs=False, rows_from=1)
         kept = [rows for rows, last in zip(new.rows, new.at_output, strict=True) if last]
         features = next((rows for rows in kept if rows is not None), None)
@@ -156,6 +157,16 @@ class PoolMoments:
         return replace(new, A=A, n_rows=n_rows)
 
     @property
+    def n_rows(self) -> list[int]:
+        """For each parameter, the number of rows behind its A."""
+        return [sum(n) for n in zip(*(part.n_rows for part in self._parts), strict=True)]
+
+    @property
+    def at_output(self) -> list[bool]:
+        """For each parameter, whether its layer's output is the network's."""
+        return [all(own) for own in zip(*(part.at_output for part in self._parts), strict=True)]
+
+    @property
     def inputs(self) -> Factors:
         """Input factors of the pool."""
         return self._parts[0] if len(self._parts) == 1 else self._parts[0] + self._parts[1]
@@ -191,7 +202,7 @@ class PoolMoments:
     @property
     def one_row(self) -> list[bool]:
         """For each parameter, whether its A has one row per datum."""
-        return [n == self.size for n in self.inputs.n_rows]
+        return [n == self.size for n in self.n_rows]
 
     @property
     def complete(self) -> bool:
@@ -205,10 +216,10 @@ class PoolMoments:
 
     def share(self, i: int) -> float:
         """Part of the pool's data that the A of a parameter has seen."""
-        if self.inputs.A[i] is None:
+        if any(part.A[i] is None for part in self._parts):
             return 1.0
         per_datum = self._per_datum[i]
-        return min(1.0, self.inputs.n_rows[i] / (per_datum * self.size)) if per_datum else 1.0
+        return min(1.0, self.n_rows[i] / (per_datum * self.size)) if per_datum else 1.0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -252,7 +263,7 @@ class PoolMoments:
                 found.append((n * m * rare) ** 0.5 / (n + m) * (a - b))
         return found
 
-    def probes(self, key: Keys = "input_ids") -> tuple[Inputs, Tensor]:
+    def probes(self, key: Keys = "input_ids", limit: float = MOST_PROBES) -> tuple[Inputs, Tensor]:
         """A few inputs of the pool, as many far ones, and a direction of the output for each.
 
         Far inputs are Gaussian, with the pool's mean and twice its standard deviation per feature;
@@ -260,6 +271,7 @@ class PoolMoments:
 
         Args:
             key: Key of the inputs in a mapping.
+            limit: Most inputs of the pool.
 
         Returns:
             Inputs and directions ``[n, C]``, from a seed of their own.
@@ -267,7 +279,7 @@ class PoolMoments:
         assert self._first is not None  # a mini-batch was added
         n_params = sum(p.numel() for p in self.engine.root.parameters() if p.requires_grad)
         most = max(4, min(MOST_PROBES, MOST_PROBE_NUMBERS // (2 * max(n_params, 1))))
-        n = min(size_of(self._first, key), most)
+        n = int(min(size_of(self._first, key), most, limit))
         X = take(self._first, slice(0, n), key)
         generator = torch.Generator().manual_seed(0)
         if (

@@ -27,6 +27,8 @@ Rows = tuple[Tensor | None, ...]
 """Kept input rows of some data, one entry per parameter."""
 
 
+AT_ONCE = 32
+"""Data that are in double precision at a time."""
 Sums = tuple[Tensor, Tensor]
 """Sums over data of inputs and of their squares, in float64."""
 
@@ -43,8 +45,11 @@ def sums_of(X: Inputs) -> Sums | None:
     """
     if not isinstance(X, Tensor) or not X.is_floating_point():
         return None
-    x = X.double()
-    return x.sum(0), x.square().sum(0)
+    first, second = torch.zeros(2, *X.shape[1:], dtype=torch.float64, device=X.device)
+    for part in X.split(AT_ONCE):
+        x = part.double()
+        first, second = first + x.sum(0), second + x.square().sum(0)
+    return first, second
 
 
 def added_sums(one: Sums | None, two: Sums | None) -> Sums | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -14,7 +15,7 @@ from laplace_debias.data.pool import Pool, given_scores
 from laplace_debias.data.processes import counted, from_main, processes, together
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.drawn import DrawnFactor
-from laplace_debias.debias.drawn_rows import N_GROUPS, DrawnRows
+from laplace_debias.debias.drawn_rows import N_GROUPS, DrawnRows, Room
 from laplace_debias.debias.options import AutoOptions
 from laplace_debias.debias.pairs import (
     PairDraw,
@@ -45,10 +46,12 @@ class Rounds:
         data: The loader and N.
         options: Budgets, scores from training, and the source of the draws.
         bar: Shows passes, forward and backward; each round adds its own to the total.
+        room: Says what may be kept, before anything is read; by default all.
 
     Attributes:
         pool: The data read so far.
         moments: What forward passes told of them.
+        room: What may be kept.
         drawn: Weights and groups of all draws.
         factors: Output factors of all layers but the network's output.
         n_drawn: Number of pairs that were propagated back.
@@ -78,11 +81,13 @@ class Rounds:
         data: TrainingData,
         options: AutoOptions,
         bar: tqdm | None = None,
+        room: Callable[[EngineInterface, Pool], Room] | None = None,
     ) -> None:
         self.engine, self.data, self.options, self.bar = engine, data, options, bar
         self.pool = Pool(data, options.generator)
         self.reading: Callable[[int], Iterator[Batch]] = self.pool.grow
         self.moments = PoolMoments(engine)
+        self.room = Room() if room is None else room(engine, self.pool)
         self.drawn = DrawnRows()
         self.factors: list[DrawnFactor] = []
         self.stale = self._stale_scores()
@@ -98,10 +103,16 @@ class Rounds:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the data have ended, and all their pairs were propagated."""
-        if self.stale is not None or not self.pool.ended or self._taken is None:
+        """Whether there are no more data, and all their pairs were propagated."""
+        ended = self.pool.ended or self.pool.size >= self.limit
+        if self.stale is not None or not ended or self._taken is None:
             return False
-        return not bool((self._left() > 0).any())
+        return len(self._taken) == self.pool.size and not bool((self._left() > 0).any())
+
+    @property
+    def limit(self) -> float:
+        """Most data of the pool, by the options and by the budget of memory."""
+        return min(self.options.n_pool or math.inf, self.room.n_pool)
 
     @property
     def scale(self) -> float:
@@ -117,6 +128,7 @@ class Rounds:
         size = self.options.pool_size(n_passes)
         if self.stale is not None and self.options.n_pool is None:
             size = STALE_POOL
+        size = int(min(size, self.room.n_pool))
         if processes() is None:
             self._expect("scores", min(size, self.data.n_data) - self.pool.size)
             for X, y in self.reading(size):
@@ -137,10 +149,10 @@ class Rounds:
 
     def make_factors(self) -> None:
         """Begin the output factors of all layers but the network's output."""
-        pairs = zip(self.engine.owned, self.moments.inputs.at_output, strict=True)
+        pairs = zip(self.engine.owned, self.moments.at_output, strict=True)
         inner = {rows_key(p): None for p, last in pairs if not last}  # an ordered set
         device = next(self.engine.root.parameters()).device
-        self.factors = [DrawnFactor(key, device=device) for key in inner]
+        self.factors = [DrawnFactor(key, self.room.numbers, device=device) for key in inner]
 
     def _grow_together(self, size: int) -> None:
         """The same in step with other processes."""
@@ -215,9 +227,9 @@ class Rounds:
             self.bar.set_description(f"[K-FAC: {phase}]", refresh=False)
 
     def _pieces(self, draw: PairDraw) -> Iterator[tuple[Tensor, Inputs, Tensor]]:
-        """The same in pieces of what one pass may take; rows are kept of all layers at once."""
+        """The same in pieces of what one pass may take."""
         for at, (X, y) in self._fetched(draw):
-            most = len(y) if self.engine.chunk is None else max(1, self.engine.chunk // 2)
+            most = self.room.n_backward or len(y)
             for start in range(0, len(y), most):
                 rows = slice(start, min(start + most, len(y)))
                 yield at[:, rows], take(X, rows, self.data.key_x), y[rows]

@@ -4,7 +4,8 @@ Factors add up over data, so that a mini-batch may be passed in pieces: the sums
 a piece of n data takes is measured, on one datum and on two, by counting the bytes of live tensors
 (:mod:`laplace_debias.network.live_bytes`); it grows with n by the difference of the two. Beside it
 live the factors so far and their sum with the new ones, and while one is decomposed its copies in
-double precision.
+double precision. Folds are kept side by side, and one factor of all of them is copied in double
+precision four times: as it is, scaled, and added up from both ends.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.network.live_bytes import LiveBytes
 from laplace_debias.network.ownership import OwnedParameter
 
-__all__ = ["data_at_once", "factor_bytes", "within_budget"]
+__all__ = ["data_at_once", "factor_bytes", "peak_of", "within_budget"]
 
 
 def within_budget(
@@ -30,6 +31,7 @@ def within_budget(
     key: Keys,
     check: Callable[[Inputs], None],
     checks: bool = True,
+    n_folds: int = 0,
 ) -> Callable[[Inputs], None] | None:
     """What to do with the first mini-batch of a fit, so that it keeps to a budget.
 
@@ -39,10 +41,11 @@ def within_budget(
         key: Which entries of inputs that are mappings run over the data.
         check: What is to be done with the mini-batch besides.
         checks: Whether that is to be done.
+        n_folds: Number of folds that are kept side by side, if any are.
 
     Returns:
         A function of the inputs, which sets how many data one pass takes; ``None`` if there is
-        nothing to do.
+        nothing to do. The engine knows the budget.
 
     Raises:
         ValueError: If the budget is no positive number, or a backend of laplace-torch's makes the
@@ -68,9 +71,10 @@ def within_budget(
             "4 * 2**30."
         )
     own: EngineInterface = engine
+    own.budget = int(budget)
 
     def plan(X: Inputs) -> None:
-        own.key, own.chunk = key, data_at_once(own, X, int(budget), key)
+        own.key, own.chunk = key, data_at_once(own, X, int(budget), key, n_folds)
         if checks:
             check(X)
 
@@ -94,7 +98,9 @@ def factor_bytes(owned: Sequence[OwnedParameter]) -> dict[str, int]:
     return {p.name: sum(d**2 for d in p.sides) * _itemsize(p) for p in owned}
 
 
-def data_at_once(engine: EngineInterface, X: Inputs, budget: int, key: Keys = "input_ids") -> int:
+def data_at_once(
+    engine: EngineInterface, X: Inputs, budget: int, key: Keys = "input_ids", n_folds: int = 0
+) -> int:
     """Number of data that one pass may take, so that a fit stays within a budget.
 
     Args:
@@ -102,6 +108,7 @@ def data_at_once(engine: EngineInterface, X: Inputs, budget: int, key: Keys = "i
         X: Inputs of the first mini-batch.
         budget: Bytes that a fit may add to what is there.
         key: Key of the inputs in a mapping.
+        n_folds: Number of folds that are kept side by side, if any are.
 
     Returns:
         At least 1, at most the size of the mini-batch.
@@ -120,7 +127,11 @@ def data_at_once(engine: EngineInterface, X: Inputs, budget: int, key: Keys = "i
     largest = max(sizes, key=lambda name: sizes[name])
     widest = max(side for p in engine.owned for side in p.sides)
     # the sum of what was there and what is new; or a factor's copies, its eigenvectors among them
-    least = max(3 * whole, 2 * whole + 3 * 8 * widest**2)
+    least, kept = max(3 * whole, 2 * whole + 3 * 8 * widest**2), 3 * whole
+    if n_folds:  # their bases in double precision, and copies of one factor of all folds
+        doubles = sum(8 * d**2 for p in engine.owned for d in p.sides)
+        kept = (n_folds + 2) * whole  # with the sum over pieces, before and after
+        least = max(3 * whole, n_folds * whole + doubles + (32 * n_folds + 8) * widest**2)
     said = (
         f"the Kronecker factors of all parameters take {whole:,} bytes, those of '{largest}' "
         f"{sizes[largest]:,} of them, and a fit has up to {least:,} at a time"
@@ -131,8 +142,8 @@ def data_at_once(engine: EngineInterface, X: Inputs, budget: int, key: Keys = "i
             f"Expected a `memory_budget` that holds the factors, got {budget:,} bytes: {said}. "
             f"{remedy}"
         )
-    one = _peak(engine, take(X, slice(0, 1), key))
-    free = budget - 2 * whole - one
+    one = peak_of(engine, lambda trial: trial.factors(take(X, slice(0, 1), key)))
+    free = budget - kept - one
     if free < 0:
         raise ValueError(
             f"Expected a `memory_budget` for the pass of at least one datum, got {budget:,} bytes: "
@@ -141,12 +152,27 @@ def data_at_once(engine: EngineInterface, X: Inputs, budget: int, key: Keys = "i
     n = size_of(X, key)
     if n == 1:
         return 1
-    each = max(_peak(engine, take(X, slice(0, 2), key)) - one, 1)
+    two = peak_of(engine, lambda trial: trial.factors(take(X, slice(0, 2), key)))
+    each = max(two - one, 1)
     return int(min(n, 1 + free // each))
 
 
-def _peak(engine: EngineInterface, X: Inputs) -> int:
-    """Bytes that a pass takes, by an engine whose counts nobody reads."""
+def peak_of(engine: EngineInterface, passing: Callable[[EngineInterface], object]) -> int:
+    """Bytes that passes take.
+
+    Args:
+        engine: The engine; neither its counts nor its generator are touched.
+        passing: Makes the passes, by an engine whose counts nobody reads.
+
+    Returns:
+        The peak of live tensors.
+
+    Example:
+        >>> from laplace_debias.kfac.engine import Engine
+        >>> engine = Engine(torch.nn.Linear(3, 2), "classification")
+        >>> peak_of(engine, lambda trial: trial.factors(torch.ones(8, 3))) > 4 * 8 * 3
+        True
+    """
     trial = copy(engine)
     trial.cost, trial.first_output, trial.reached = FitCost(), None, set(engine.names)
     trial.generator = torch.Generator(next(engine.root.parameters()).device)
@@ -154,7 +180,7 @@ def _peak(engine: EngineInterface, X: Inputs) -> int:
     trial.fisher = "mc" if engine.fisher == "empirical" else engine.fisher  # no labels are known
     with warnings.catch_warnings(), LiveBytes() as live:
         warnings.simplefilter("ignore")
-        trial.factors(X)
+        passing(trial)
     peak: int = live.peak
     return peak
 

@@ -78,6 +78,7 @@ class EngineInterface:
             its mini-batch must give the same.
         chunk: Most data of one pass; larger mini-batches are passed in pieces, and summed.
         key: Which entries of inputs that are mappings run over the data, for the pieces.
+        budget: Bytes that a fit may add to what is there, ``None`` for any.
 
     Raises:
         ValueError: If the model has no trainable parameter, K-FAC cannot represent one, or an
@@ -101,6 +102,7 @@ class EngineInterface:
     first_output: Tensor | None = None
     chunk: int | None = None
     key: Keys = "input_ids"
+    budget: int | None = None
 
     def __post_init__(self) -> None:
         """Look up who owns the parameters."""

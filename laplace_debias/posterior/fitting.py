@@ -129,7 +129,8 @@ def training_data(
     engine, cast, check = computing
     checks = check if la.verify else None
     if memory_budget is not None:
-        checks = within_budget(engine, memory_budget, row_keys(la), check, la.verify)
+        n_folds = getattr(la.options, "n_folds", 0)
+        checks = within_budget(engine, memory_budget, row_keys(la), check, la.verify, n_folds)
     keys = (row_keys(la), la.dict_key_y)
     return TrainingData(*loaders, n_data, device_of(la), *keys, cast, checks, la.dict_key_w)
 

@@ -8,8 +8,9 @@ from typing import Any
 from laplace_debias.data.map_style import is_map_style
 from laplace_debias.data.processes import processes
 from laplace_debias.data.roles import TrainingData
-from laplace_debias.debias.checkpoint import Checkpoint, generators_of
+from laplace_debias.debias.checkpoint import Checkpoint
 from laplace_debias.debias.options import AUTO, CROSSFIT, SINGLE, TWO_BATCH, CrossfitOptions
+from laplace_debias.debias.packing import generators_of
 from laplace_debias.kfac.interface import EngineInterface, FactorEngine
 from laplace_debias.storage.fingerprints import model_hash, plain_options
 
@@ -17,6 +18,8 @@ __all__ = ["check_resumable", "fit_checkpoint"]
 
 _OPTIONS = ("debias", "kfac_approx", "fisher", "sampler", "objective")
 _RESUMED = (SINGLE, TWO_BATCH, CROSSFIT, AUTO)
+_SHARED = (SINGLE, TWO_BATCH)
+"""Methods whose processes exchange nothing within a role, so that each goes on by itself."""
 
 
 def check_resumable(debias: str, *, override: bool) -> None:
@@ -27,17 +30,18 @@ def check_resumable(debias: str, *, override: bool) -> None:
         override: Whether earlier fits are forgotten.
 
     Raises:
-        ValueError: For other methods, fits that add to others, and several processes.
+        ValueError: For other methods, and for fits that add to others.
 
     Example:
         >>> check_resumable("two-batch", override=True)
     """
     group = processes()
     several = group is not None and group.size > 1
-    if debias not in _RESUMED or not override or several:
+    allowed = _SHARED if several else _RESUMED
+    if debias not in allowed or not override:
         raise ValueError(
-            f"Expected `checkpoint` with debias in {_RESUMED}, override=True and one process, "
-            f"got debias={debias!r}, override={override} and "
+            f"Expected `checkpoint` with override=True and debias in {_RESUMED}, in several "
+            f"processes {_SHARED}, got override={override} and debias={debias!r} in "
             f"{group.size if group is not None else 1} process(es). Remedy: leave `checkpoint` out."
         )
 
@@ -54,7 +58,7 @@ def fit_checkpoint(
 
     Args:
         la: The posterior to be fitted.
-        path: The file.
+        path: The file; each of several processes adds ``.rank0``, ``.rank1``, ... to it.
         data: Its data; of those only the loaders' generators and N are looked at here.
         engine: What makes its factors.
         seconds: How often to write.
@@ -97,8 +101,12 @@ def fit_checkpoint(
         "n_data": data.n_data,
         "memory_budget": memory_budget,
         "backend": type(engine).__name__,
-        "seed": getattr(engine, "draw_seed", None),
+        "seed": getattr(engine, "draw_seed", None) if draws else None,
         **plain_options(options),
     }
+    group = processes()
+    if group is not None:
+        about |= {"rank": group.rank, "world_size": group.size}
+        path = f"{path}.rank{group.rank}"
     generators = generators_of(la.generator, data.loader, data.curvature_loader)
     return Checkpoint(path, about, generators, seconds)

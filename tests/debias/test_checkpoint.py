@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from laplace_debias.debias.checkpoint import Checkpoint, generators_of
+from laplace_debias.debias import checkpoint
+from laplace_debias.debias.checkpoint import Checkpoint
+from laplace_debias.debias.packing import generators_of
 from laplace_debias.kfac.counts import FitCost
 
 
@@ -59,3 +61,41 @@ def test_generators_of_loaders_are_found_once():
     g, h = torch.Generator(), torch.Generator()
     one = DataLoader([1, 2], shuffle=True, generator=g)
     assert generators_of(h, one, one, None) == [h, g]
+
+
+class Pair:
+    """Two processes, of which the other one says what it has found."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def gather(self, own):
+        """What both have."""
+        return [own, self.other]
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "expected"),
+    [
+        ((0, 1), (0, 1), 0),  # nobody has turned: what was written beside does not count
+        ((0, 1), (1, -1), 1),  # the other has turned, so this one can
+        ((1, -1), (0, 1), 1),  # and the other way round
+        ((0, -1), (-1, -1), 0),  # the other was killed before it has written anything
+        ((1, -1), (-1, -1), None),  # the other has ended: begin anew
+    ],
+)
+def test_several_processes_begin_in_the_same_phase(mine, other, expected, tmp_path, monkeypatch):
+    written = Checkpoint(tmp_path / "a", {"rank": 0}, [], seconds=0.0)
+    for phase, path in zip(mine, (written.path, written._next), strict=True):
+        if phase >= 0:
+            written._phase = phase
+            written._write(path, FitCost(), {"phase": phase})
+    monkeypatch.setattr(checkpoint, "processes", lambda: Pair(other))
+    found = Checkpoint(tmp_path / "a", {"rank": 0}, [])
+    assert found.content.get("phase") == expected
+    assert not (tmp_path / "a.next").exists()
+    foreign = Checkpoint(tmp_path / "b", {"rank": 0}, [])
+    foreign._write(foreign.path, FitCost(), {})
+    with pytest.raises(ValueError, match="differs in rank"):
+        Checkpoint(tmp_path / "b", {"rank": 1}, [])
+    assert (tmp_path / "b").exists()  # nothing of another fit is removed

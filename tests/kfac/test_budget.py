@@ -62,16 +62,23 @@ def test_a_fit_stays_within_its_budget(method):
     torch.testing.assert_close(H, expected, rtol=1e-3, atol=1e-4 * float(expected.max()))
 
 
-def test_an_automatic_fit_passes_its_data_in_pieces():
-    """Beside the passes it keeps rows and gradients of probes, which no budget bounds."""
-    X, y = images(96, 0)
-    largest = []
-    for budget in (None, 4 * 2**20):
-        la = Laplace(convolutions(), "classification", "all", "kron", debias="auto")
-        with LiveBytes([X, y]) as live:
-            la.fit([(X, y)], n_data=96, memory_budget=budget)
-        largest.append(live.largest)
-    assert largest[1] < largest[0] / 2  # the activations of all data at once
+@pytest.mark.parametrize("n_folds", [2, 4])
+def test_folds_of_wide_layers_stay_within_their_budget(n_folds):
+    """The least budget that is not refused holds all folds side by side, and their copies."""
+    batches = [(torch.randn(40, 200), torch.arange(40) % 5) for _ in range(n_folds)]
+    net = nn.Sequential(nn.Linear(200, 150), nn.Tanh(), nn.Linear(150, 5))
+    budget = 1 << 20
+    while True:
+        options = {"debias": "crossfit", "n_folds": n_folds, "verify": False}
+        la = Laplace(net, "classification", "all", "kron", **options)
+        try:
+            with LiveBytes([t for batch in batches for t in batch]) as live:
+                la.fit(batches, n_data=500, memory_budget=budget)
+            break
+        except ValueError as error:
+            assert "Kronecker factors" in str(error)
+        budget += 1 << 19
+    assert budget / 2 < live.peak <= budget
 
 
 def test_factors_that_do_not_fit_are_named_before_the_fit():

@@ -28,6 +28,23 @@ def test_killed_twenty_times_and_ends_with_the_same_bits(kinds, tmp_path):
     assert not list(tmp_path.glob("*.checkpoint"))  # removed at the end
 
 
+@pytest.mark.parametrize("kind", ["single", "two-batch"])
+def test_two_processes_that_are_killed_end_with_the_same_bits(kind, tmp_path):
+    """One of them or both: the other stops then, and both go on together."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    found = {}
+    for kills in (0, 4):
+        folder = tmp_path / str(kills)
+        folder.mkdir()
+        command = [sys.executable, "-m", "tests.interrupted_together", str(folder), str(kills)]
+        subprocess.run([*command, kind], check=True, env=env, timeout=150)
+        found[kills] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+        assert not list(folder.glob("fit*"))  # removed at the end
+    lives, killed, resumed = json.loads((tmp_path / "4" / "lives.json").read_text())
+    assert killed == 4 < lives and any(resumed)
+    assert found[4] == found[0] and found[0][0] == found[0][1]
+
+
 class Stop(Exception):
     """Ends a fit from inside."""
 
@@ -128,7 +145,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot be read as one"):
         fit("single", tmp_path / "a")
     la = Laplace(cases.MLP.model(), "classification", "all", "kron", debias="single")
-    with pytest.raises(ValueError, match="Expected `checkpoint` with debias in"):
+    with pytest.raises(ValueError, match="Expected `checkpoint` with override=True and debias in"):
         la.fit(cases.MLP.data(5), override=False, n_data=9, checkpoint=tmp_path / "b")
     more = {"debias": "crossfit", "sampling": "curvature"}
     la = Laplace(cases.MLP.model(), "classification", "all", "kron", **more)

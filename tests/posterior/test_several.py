@@ -93,6 +93,14 @@ def test_draws_by_scores_from_training_are_those_of_one_process(several, group_o
         torch.testing.assert_close(result["stale"]["H"], expected["H"], **CLOSE)
 
 
+def test_all_keep_the_same_within_a_budget(several):
+    expected = jobs.budgeted()
+    for result in several:
+        found = result["budgeted"]
+        torch.testing.assert_close(found["H"], expected["H"], **CLOSE)
+        assert found["distance"] == pytest.approx(expected["distance"], rel=1e-6)
+
+
 def test_tuning_takes_the_shares_of_all(several):
     expected = jobs.tuned()
     for result in several:
