@@ -62,7 +62,10 @@ class Pictures(Dataset):
             raise SystemExit(f"Expected pictures {sorted(SUFFIXES)} in {folder}, got none.")
         self.files, self.size, self.mean, self.std = files, size, mean, std
         self.classes = sorted(set(names))
-        words = {name: p.stem.partition("_")[2] for name, p in zip(names, files, strict=True)}
+        words = {
+            name: p.stem.partition("_")[2].replace("_", " ")
+            for name, p in zip(names, files, strict=True)
+        }
         in_folders = any(p.parent != folder for p in files)
         self.words = [name if in_folders else words[name] or name for name in self.classes]
         self.labels = [self.classes.index(name) for name in names]

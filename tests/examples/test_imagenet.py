@@ -44,7 +44,7 @@ def test_a_folder_of_pictures_and_a_model_by_name(tmp_path, capsys):
     flat = tmp_path / "flat"
     flat.mkdir()
     Image.new("RGB", (20, 20)).save(flat / "n01440764_great_white_shark.png")
-    assert imagenet.Pictures(flat, 16, 0.5, 0.25).words == ["great_white_shark"]
+    assert imagenet.Pictures(flat, 16, 0.5, 0.25).words == ["great white shark"]
     colour = (torch.tensor([40.0 * 5, 50.0, 0.0]) / 255 - 0.5) / 0.25
     first = next(x for x, y in data if y == 5)
     torch.testing.assert_close(first[:, 8, 8], colour)
