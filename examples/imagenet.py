@@ -62,6 +62,12 @@ class Pictures(Dataset):
             raise SystemExit(f"Expected pictures {sorted(SUFFIXES)} in {folder}, got none.")
         self.files, self.size, self.mean, self.std = files, size, mean, std
         self.classes = sorted(set(names))
+        words = {
+            name: p.stem.partition("_")[2].replace("_", " ")
+            for name, p in zip(names, files, strict=True)
+        }
+        in_folders = any(p.parent != folder for p in files)
+        self.words = [name if in_folders else words[name] or name for name in self.classes]
         self.labels = [self.classes.index(name) for name in names]
 
     def __len__(self) -> int:
@@ -143,7 +149,7 @@ class Result:
     plain: ClassificationReport
     laplace: ClassificationReport
     apart: dict[str, float]
-    shown: list[tuple[Tensor, list[str], Tensor, Tensor]]
+    shown: list[tuple[Tensor, str, list[str], Tensor, Tensor]]
 
 
 def timed(seconds: dict[str, float], name: str, start: float) -> float:
@@ -168,7 +174,7 @@ def run(args: argparse.Namespace) -> Result:
         b, v = args.batch_size, args.validation
         cuts = [0, b, 2 * b, 2 * b + v, 2 * b + v + args.test]
         parts = [Subset(data, order[i:j]) for i, j in zip(cuts, cuts[1:], strict=False)]
-        (first, second, validation, test), names = parts, data.classes
+        (first, second, validation, test), names = parts, data.words
 
     def batches(some: Dataset) -> DataLoader:
         return DataLoader(some, args.batch_size if args.images else 100)
@@ -203,7 +209,8 @@ def run(args: argparse.Namespace) -> Result:
         true = exact.covariance.gather(1, best).sqrt()
         apart = {"top": float((sd[0] / true - 1).abs().max()), **apart}
     shown = [
-        (x[i], [names[c] for c in best[i].tolist()], f[i, best[i]], sd[0][i]) for i in range(len(x))
+        (x[i], names[int(y[i])], [names[c] for c in best[i].tolist()], f[i, best[i]], sd[0][i])
+        for i in range(len(x))
     ]
     bayesian = sum(p.numel() for p in la.params)
     return Result(
@@ -221,20 +228,22 @@ def run(args: argparse.Namespace) -> Result:
 # %%
 def figure(result: Result) -> plt.Figure:
     """Validation NLL over the prior precision, and pictures with their five likeliest classes."""
-    fig, axes = plt.subplots(2, 4, figsize=(9.5, 4.4), layout="constrained")
+    fig, axes = plt.subplots(2, 4, figsize=(9.5, 4.2), layout="constrained")
     gs = axes[0, 0].get_gridspec()
     for ax in axes[:, 0]:
         ax.remove()
     ax = fig.add_subplot(gs[:, 0])
     plot_sweep(result.sweep, "nll", ax=ax)
     ax.set_title("validation", fontsize=9)
-    for i, (picture, names, logits, sd) in enumerate(result.shown[:3], 1):
+    for i, (picture, truth, names, logits, sd) in enumerate(result.shown[:3], 1):
         low, high = picture.min(), picture.max()
         axes[0, i].imshow(((picture - low) / (high - low)).permute(1, 2, 0))
         axes[0, i].set_axis_off()
+        axes[0, i].set_title(f"label: {truth[:24]}", fontsize=9)
         places = range(len(names))
         axes[1, i].errorbar(logits, places, xerr=2 * sd, fmt="o", ms=3, capsize=2)
-        axes[1, i].set_yticks(places, [name[:14] for name in names], fontsize=7)
+        axes[1, i].set_yticks(places, [name[:14] for name in names], fontsize=8)
+        axes[1, i].tick_params(axis="x", labelsize=8)
         axes[1, i].invert_yaxis()
         axes[1, i].set_xlabel("logit, 2 standard deviations", fontsize=8)
     return fig

@@ -209,12 +209,12 @@ def run(small: bool) -> Result:
 def figure(result: Result) -> plt.Figure:
     """Pictures, labels, predictions and the uncertainty of the weights."""
     names = {
-        "image": "picture", "labels": "labels", "prediction": "prediction",
+        "image": "picture", "labels": "labels (white: not counted)", "prediction": "prediction",
         "unsure": "uncertainty of the weights (nats)",
     }  # fmt: skip
     rows = len(result.shown["image"])
     fig, axes = plt.subplots(rows, 4, figsize=(7.4, 1.75 * rows), layout="constrained")
-    colours = plt.get_cmap("viridis", len(CLASSES)).with_extremes(under="lightgrey")
+    colours = plt.get_cmap("viridis", len(CLASSES)).with_extremes(under="white")
     for line, i in zip(axes, range(rows), strict=True):
         for ax, name in zip(line, names, strict=True):
             options = {"cmap": "gray"}

@@ -60,7 +60,8 @@ def check_targets(
         raise ValueError(
             "Expected a model with at least two outputs for a classification, whose softmax of a "
             "single logit is one whatever the data, got one output. Remedy: "
-            "likelihood='bernoulli' for a binary classifier of one logit."
+            "likelihood='bernoulli' for a binary classifier of one logit; a reward model turns a "
+            "pair [n, 2, ...] into two rewards [n, 2]."
         )
     if y.is_floating_point() and y.shape[1:] == output_shape[1:]:
         _check_probabilities(y)

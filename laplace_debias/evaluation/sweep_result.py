@@ -13,6 +13,9 @@ from laplace_debias.storage.export import ExportedResult, text_table
 
 __all__ = ["SweepResult"]
 
+_FLAT = 0.01
+"""Relative change of a metric that tells a curve which has come to its end."""
+
 
 @dataclass(frozen=True)
 class SweepResult(ExportedResult):
@@ -77,19 +80,30 @@ class SweepResult(ExportedResult):
         if grid.ndim == 1 and len(grid) > 1 and grid[best] in (grid.min(), grid.max()):
             advice = "extend the grid to smaller values"
             if grid[best] == grid.max():
-                advice = "extend the grid to larger values"
-                if self.link_approx is not None:  # a posterior can only soften
-                    advice += (
-                        "; if that does not help, the plain network is better than any of these "
-                        "posteriors: consider dividing the logits by a temperature below 1 "
-                        "(`la.logit_temperature`, which `la.tune` chooses)"
-                    )
+                advice = self._beyond(values, best)
             warnings.warn(
                 f"The best {metric!r} lies on the edge of the grid, at prior precision "
                 f"{grid[best].item():.6g}: {advice}.",
                 stacklevel=2,
             )
         return best
+
+    def _beyond(self, values: tuple[float, ...], best: int) -> str:
+        """What to do if the largest prior precision is the best.
+
+        A posterior can only soften: with a growing prior precision, predictions become those of the
+        plain network. Where the last step changes little they are these already.
+        """
+        if self.link_approx is None:
+            return "extend the grid to larger values"
+        plain = (
+            "the plain network is better than any of these posteriors: consider dividing the "
+            "logits by a temperature below 1 (`la.logit_temperature`, which `la.tune` chooses)"
+        )
+        before = values[int(self.prior_precisions.argsort()[-2])]
+        if abs(before - values[best]) <= _FLAT * abs(values[best]):
+            return plain
+        return f"extend the grid to larger values; if that does not help, {plain}"
 
     def best(self, metric: str = "nll") -> Tensor:
         """Return the best prior precision: a 0-d tensor, or ``[n_blocks]`` if layer-wise.

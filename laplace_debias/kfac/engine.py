@@ -140,7 +140,7 @@ class Engine(EngineInterface):
             if y is not None:
                 check_targets(y, white.shape, self.likelihood, self.objective.ignore_index)
                 if self.likelihood == "classification":
-                    y, counted = self.objective.targets(y, C)
+                    y, counted = self.objective.targets(y, C, white.dtype)
                     if counted is not None:
                         weights = counted if weights is None else weights * counted
                 elif self.likelihood == "regression":

@@ -178,7 +178,8 @@ class EngineInterface:
         """
         if self.likelihood != "classification":
             return None
-        return self.objective.targets(y, C)[1]
+        dtype = next(self.root.parameters()).dtype
+        return self.objective.targets(y, C, dtype)[1]
 
     def mean_hessian(self, f: Tensor, weights: Tensor | None = None) -> Tensor:
         """Mean over data of the loss Hessian at outputs ``[n, C]``, in float64."""

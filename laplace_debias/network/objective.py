@@ -38,12 +38,15 @@ class Objective:
     output_noise: Tensor | None = None
     ignore_index: int = IGNORED
 
-    def targets(self, y: Tensor, C: int) -> tuple[Tensor, Tensor | None]:
+    def targets(
+        self, y: Tensor, C: int, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Class probabilities that stand for labels, and how much each datum or position counts.
 
         Args:
             y: Class indices ``[n, *positions]``, or class probabilities ``[n, *positions, C]``.
             C: Number of classes.
+            dtype: In which to compute; by default torch's own.
 
         Returns:
             Targets that sum to one, and the weights ``[n, *positions]``; ``None`` if all count one.
@@ -64,7 +67,8 @@ class Objective:
             return y, None if counts is None else counts.float()
         w = torch.ones(C) if self.class_weights is None else self.class_weights
         _check_length(w, C, "class_weights", "class")
-        w = w.to(y.device, y.dtype if y.is_floating_point() else w.dtype)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        w = w.to(y.device, y.dtype if y.is_floating_point() else dtype)
         t = y if y.is_floating_point() else F.one_hot(y.long(), C).to(w)
         t = w * ((1 - self.label_smoothing) * t + self.label_smoothing / C)
         total = t.sum(-1)
@@ -118,10 +122,14 @@ def objective_of(
         ValueError: If an option does not fit the likelihood, or is out of range.
 
     Example:
-        >>> objective_of("classification", [1.0, 3.0], 0.1, None).class_weights
-        tensor([1., 3.])
+        >>> objective_of("classification", [1.0, 3.0], 0.1, None).class_weights.tolist()
+        [1.0, 3.0]
     """
-    weights = None if class_weights is None else torch.as_tensor(class_weights).detach().float()
+    weights = None
+    if class_weights is not None:  # in float64, for models of any precision
+        given = isinstance(class_weights, Tensor)
+        weights = torch.as_tensor(class_weights, dtype=None if given else torch.float64)
+        weights = weights.detach().cpu().double()
     if (weights is not None or label_smoothing) and likelihood != "classification":
         raise ValueError(
             "Expected `class_weights` and `label_smoothing` with likelihood='classification' "

@@ -271,8 +271,9 @@ def _noise_ratios(la: Any) -> dict[str, Tensor]:
 def _objective(la: Any) -> list[list[Any]]:
     """What the loss of the fit differed in from the plain one, as names and values."""
     own = la.objective
+    weights = own.class_weights
     return [
-        ["class_weights", None if own.class_weights is None else own.class_weights.tolist()],
+        ["class_weights", None if weights is None else weights.float().tolist()],
         ["label_smoothing", float(own.label_smoothing)],
         ["ignore_index", int(own.ignore_index)],
     ]

@@ -7,7 +7,7 @@ This is where the maths of :mod:`laplace_debias.predictive.contractions` meets t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -24,6 +24,7 @@ from laplace_debias.predictive import contractions as maths
 from laplace_debias.predictive.eigenblocks import EigenBlock
 from laplace_debias.predictive.last_layer import last_layer_moments
 from laplace_debias.predictive.output_gradients import (
+    Choose,
     OutputGradients,
     all_classes,
     grouped_moments,
@@ -131,7 +132,7 @@ class LayerJacobians:
         mode: str,
         posteriors: Sequence[list[EigenBlock]],
         at_once: int | None = None,
-        choose: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+        choose: Choose | None = None,
         *,
         apart: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:

@@ -7,11 +7,24 @@ import threading
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from laplace_debias.data.inputs import Inputs, Keys, size_of, take
+from laplace_debias.network.calling import call_model, flat_outputs
 from laplace_debias.predictive.probing import Capture, Source, call_gradients
 
-__all__ = ["OutputGradients", "all_classes", "grouped_moments", "top_classes", "with_exact"]
+__all__ = [
+    "Choose",
+    "OutputGradients",
+    "all_classes",
+    "by_need",
+    "grouped_moments",
+    "top_classes",
+    "with_exact",
+]
+
+Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Turns outputs ``[n, C]`` into classes ``[n, m]`` and which of them each datum needs."""
 
 
 def all_classes(f: Tensor) -> Tensor:
@@ -55,6 +68,38 @@ def top_classes(
     needed = ((left_out > mass).sum(-1) + 1).clamp(least, most).clamp(max=f.shape[1])
     m = int(needed.max())
     return order[:, :m], torch.arange(m, device=f.device) < needed.unsqueeze(-1)
+
+
+def by_need(
+    model: nn.Module, x: Inputs, key: Keys, choose: Choose, size: int, few: int = 32
+) -> Tensor:
+    """Numbers of the data, those that need the fewest classes first.
+
+    A chunk of data takes a backward pass for every class that its neediest datum needs.
+
+    Args:
+        model: The model.
+        x: The data.
+        key: Key of the input tensor in a mapping.
+        choose: Says which classes are needed, e.g. :func:`top_classes`.
+        size: Number of data that may run through the model at once.
+        few: Fewer data than these are left as they are, without a pass.
+
+    Returns:
+        Indices ``[n]``.
+
+    Example:
+        >>> f = torch.tensor([[9.0, 9.0, 9.0], [30.0, 0.0, 0.0], [9.0, 9.0, 0.0]])
+        >>> by_need(nn.Identity(), f, "x", top_classes, size=2, few=2)
+        tensor([1, 2, 0])
+    """
+    n, step = size_of(x, key), max(1, size)
+    if n < few:
+        return torch.arange(n)
+    with torch.no_grad():
+        parts = [take(x, slice(i, i + step), key) for i in range(0, n, step)]
+        f = torch.cat([flat_outputs(call_model(model, part)) for part in parts])
+    return choose(f)[1].sum(-1).argsort(stable=True)
 
 
 def with_exact(rest: Tensor, exact: Tensor, classes: Tensor, needed: Tensor) -> Tensor:

@@ -10,7 +10,9 @@ over pairs of them, and the input side of a pair is common to all outputs:
     S_{rsi} = (2 - [r = s]) \sum_j w_{ij} \tilde a_{rj} \tilde a_{sj} .
 
 That takes ``R (R + 1) / 2`` products with w per datum and prior precision, where the direct way
-makes C arrays of the weight's size.
+makes C arrays of the weight's size. Along the null space of a thin basis w is constant, so that its
+coordinates enter by their inner products alone, :math:`\sum_{j \in 0} \tilde a_{rj} \tilde a_{sj}`:
+one number per pair for d of them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from laplace_debias.kfac.thin import coordinates
+from laplace_debias.kfac.thin import is_thin
 from laplace_debias.predictive.contractions import data_chunks, direct_costs
 
 __all__ = ["pair_moments", "pairs_pay"]
@@ -47,8 +49,10 @@ def pairs_pay(G: Tensor, bases: tuple[Tensor, Tensor], delta: Tensor) -> bool:
     (_, C, d_out, R), k = G.shape, len(delta)
     (_, r_out), (d_in, r_in) = bases[0].shape, bases[1].shape
     pairs = R * (R + 1) // 2
-    rotations = R * d_in * min(d_in, 2 * r_in) + C * R * d_out * min(d_out, 2 * r_out)
-    ours = rotations + k * pairs * d_out * d_in + _ENTRY * pairs * (d_in + C * d_out)
+    few_in, few_out = min(d_in, r_in + 1), min(d_out, r_out + 1)  # numbers per pair
+    ours = k * pairs * few_out * few_in + _ENTRY * pairs * (few_in + C * few_out)
+    for rows, d, r in ((R, d_in, r_in), (C * R, d_out, r_out)):
+        ours += rows * (d * d if r == d else d * (2 * r + R))  # a thin basis: and inner products
     direct = min(direct_costs(C, R, d_out, d_in, ranks=(r_out, r_in)).values())
     return ours < direct + C * d_out * d_in * (_ENTRY + k)
 
@@ -81,24 +85,43 @@ def pair_moments(
     """
     n, C, d_out, R = G.shape
     pairs, parts = R * (R + 1) // 2, []
-    numel = max(pairs * len(Q_A), C * R * d_out)
+    numel = max(pairs * min(len(Q_A), Q_A.shape[1] + 1), C * R * d_out)
+    null_in, null_out = (max(0, len(Q) - 1) if is_thin(Q) else 0 for Q in (Q_A, Q_B))
     for s in data_chunks(n, numel, at_least=-(-_ROWS // pairs)):
-        a = coordinates(inputs(s).squeeze(2), Q_A)  # [m, R, d_in]
-        m = len(a)
-        both = torch.cat([_products(a, r, 2.0) for r in range(R)], dim=1).flatten(0, 1)
-        sides = [(both @ w.flatten(1)).view(m, pairs, *w.shape[1:]) for w in inverses()]
+        a = _Side(inputs(s).squeeze(2), Q_A)
+        both = torch.cat([a.products(r, 2.0) for r in range(R)], dim=-2).flatten(0, 1)
+        m, sides = len(both) // pairs, []
+        for w in inverses():
+            w = w[null_in:, null_out:]  # once for the null space
+            sides.append((both @ w.flatten(1)).view(m, pairs, *w.shape[1:]))
         side = torch.cat(sides, dim=-1) if len(sides) > 1 else sides[0]  # [m, pairs, d_out, k]
-        g = coordinates(G[s].mT, Q_B)  # [m, C, R, d_out]
+        g = _Side(G[s].mT, Q_B)  # [m, C, R, d_out]
         total = side.new_zeros(m, C, side.shape[-1])
         for r, own in enumerate(side.split(list(range(R, 0, -1)), dim=1)):
-            total = total + _products(g, r).flatten(2) @ own.flatten(1, 2)
+            total = total + g.products(r).flatten(2) @ own.flatten(1, 2)
         parts.append(total)
     return torch.cat(parts)
 
 
-def _products(t: Tensor, r: int, twice: float = 1.0) -> Tensor:
-    """Row r of ``[..., R, d]`` times itself and, ``twice``, times each later row."""
-    first, own = t[..., r : r + 1, :], t[..., r:, :]
-    if twice == 1.0 or own.shape[-2] == 1:
-        return first * own
-    return torch.cat([first.square(), (twice * first) * own[..., 1:, :]], dim=-2)
+class _Side:
+    """Inputs or gradients of a layer in the eigenbasis; of a null space, inner products.
+
+    Args:
+        rows: Those of all positions, ``[..., R, d]``.
+        Q: Eigenvectors ``[d, d]``, or thin ``[d, r]``.
+    """
+
+    def __init__(self, rows: Tensor, Q: Tensor) -> None:
+        self.z = rows @ Q
+        null = rows - self.z @ Q.mT if is_thin(Q) else None
+        self.inner = None if null is None else null @ null.mT  # [..., R, R]
+
+    def products(self, r: int, twice: float = 1.0) -> Tensor:
+        """Row r times itself and, ``twice``, times each later row: ``[..., R - r, d or 1 + r]``."""
+        first, own = self.z[..., r : r + 1, :], self.z[..., r:, :]
+        found = first * own
+        if self.inner is not None:
+            found = torch.cat([self.inner[..., r:, r : r + 1], found], dim=-1)
+        if twice == 1.0 or own.shape[-2] == 1:
+            return found
+        return torch.cat([found[..., :1, :], twice * found[..., 1:, :]], dim=-2)

@@ -26,7 +26,7 @@ DEFAULT_MEMORY_BUDGET = 2**30
 METHODS = ("exact", "top", "samples", "auto")
 N_TOP = 20
 """Most classes whose variances the way ``"top"`` makes exact."""
-_DATA_AT_ONCE, _OUTPUTS_AT_ONCE = 16, 8
+DATA_AT_ONCE, _OUTPUTS_AT_ONCE = 16, 8
 Prediction = tuple[Tensor, ...]
 """``(log-probabilities,)`` for classification, ``(mean, covariance)`` for regression."""
 
@@ -123,7 +123,8 @@ def chunk_sizes(
     Args:
         n: Number of data.
         C: Number of outputs of a datum.
-        mode: ``"variance"``, ``"covariance"`` or ``"joint"``, which takes all data at once.
+        mode: ``"variance"``, ``"covariance"`` or ``"joint"``, which takes all data at once;
+            ``"top"`` for variances of data sorted by need, of which up to 8 chunks pay.
         budget: Bytes to stay within.
         held: Bytes of a datum.
         per_output: Bytes of each of its outputs.
@@ -141,9 +142,15 @@ def chunk_sizes(
     if mode == "joint":
         return n, None
     size = max(1, budget // (held + C * per_output))
-    few = (budget // _DATA_AT_ONCE - held) // per_output
-    if mode == "variance" and size < min(n, _DATA_AT_ONCE) and few >= min(C, _OUTPUTS_AT_ONCE):
-        return _DATA_AT_ONCE, -(-C // -(-C // few))
+    if mode == "top":
+        size = min(size, -(-n // max(1, min(8, n // DATA_AT_ONCE))))
+    few = (budget // DATA_AT_ONCE - held) // per_output
+    if (
+        mode in ("variance", "top")
+        and size < min(n, DATA_AT_ONCE)
+        and few >= min(C, _OUTPUTS_AT_ONCE)
+    ):
+        return DATA_AT_ONCE, -(-C // -(-C // few))
     if size > 1 or (mode == "covariance" and apart):
         return size, None
     return size, max(1, min(C, (budget - held) // per_output))

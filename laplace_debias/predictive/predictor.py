@@ -10,7 +10,7 @@ precisions.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +41,7 @@ from laplace_debias.predictive.eigenblocks import (
 )
 from laplace_debias.predictive.last_layer import last_layer_moments
 from laplace_debias.predictive.layer_jacobians import LayerJacobians
-from laplace_debias.predictive.output_gradients import top_classes
+from laplace_debias.predictive.output_gradients import Choose, by_need, top_classes
 from laplace_debias.predictive.predictions import (
     DEFAULT_MEMORY_BUDGET,
     N_TOP,
@@ -202,14 +202,16 @@ class StructuredPredictor:
             )
         x = self._inputs(x)
         with differentiable(self.la.model, self.params):
-            self._layers.prepare(x)
+            held, _ = self._layers.prepare(x)
             if not self._layers.has_output_layer:
                 raise ValueError(
                     "Expected a network that ends in an nn.Linear with Bayesian parameters for "
                     "method='top', got another one. Remedy: method='samples' or 'exact'."
                 )
-            choose = partial(top_classes, least=5)
-            f, (moments,) = self._all_layers(x, "variance", [self.blocks], choose)
+            choose, key = partial(top_classes, least=5), row_keys(self.la)
+            order = by_need(self.la.model, x, key, choose, self.memory_budget // held)
+            f, (m,) = self._all_layers(take(x, order, key), "variance", [self.blocks], choose)
+            f, moments = f[order.argsort()], m[order.argsort()]
         if not self.keep_graph:
             f, moments = f.detach(), moments.detach()
         return self._result(f, moments, "top")
@@ -281,7 +283,7 @@ class StructuredPredictor:
         x: Inputs,
         mode: str,
         posteriors: Sequence[list[EigenBlock]],
-        choose: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+        choose: Choose | None = None,
         *,
         apart: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
@@ -297,18 +299,16 @@ class StructuredPredictor:
                 "Expected joint=False for outputs with positions (tokens, pixels), got True. "
                 "Remedy: leave it out for the covariances of each position."
             )
-        C = group if mode == "covariance" else outputs
-        C = C if choose is None else min(N_TOP, C)
-        budget = self.memory_budget
-        size, at_once = chunk_sizes(n, C, mode, budget, held, per_output, apart=apart)
-        options = (at_once, choose)
+        C = min(N_TOP, outputs) if choose else group if mode == "covariance" else outputs
+        needs = ("top" if choose else mode, self.memory_budget, held, per_output)
+        size, at_once = chunk_sizes(n, C, *needs, apart=apart)
+        options = (mode, posteriors, at_once, choose)
         if size >= n:
-            return self._layers.contract(x, mode, posteriors, *options, apart=apart)
+            return self._layers.contract(x, *options, apart=apart)
         size = -(-n // -(-n // size))  # chunks of one size: a small last one costs more per datum
         parts = []
-        for start in range(0, n, size):
-            rows = take(x, slice(start, start + size), key)
-            f, moments = self._layers.contract(rows, mode, posteriors, *options, apart=apart)
+        for rows in (take(x, slice(i, i + size), key) for i in range(0, n, size)):
+            f, moments = self._layers.contract(rows, *options, apart=apart)
             parts.append((f if self.keep_graph else f.detach(), moments))
         columns = zip(*(moments for _, moments in parts), strict=True)
         return torch.cat([f for f, _ in parts]), [torch.cat(c, dim=int(apart)) for c in columns]

@@ -222,6 +222,12 @@ class WeightSampler:
             out: Tensor = jvp(at, (theta,), (step,))[1]
             return out
 
+        def products(chunk: Inputs, steps: list[Tensor]) -> Tensor:
+            if len(steps[0]) == 1:  # vectorising costs a fifth
+                return product(chunk, [step[0] for step in steps]).unsqueeze(0)
+            out: Tensor = vmap(lambda step: product(chunk, step))(steps)
+            return out
+
         def draws(generator: torch.Generator | None) -> Iterator[tuple[int, Tensor]]:
             for start in range(0, n_samples, size):
                 eps = self._draw(min(size, n_samples - start), generator)
@@ -232,7 +238,7 @@ class WeightSampler:
                         for e, block in zip(eps, self.blocks, strict=True)
                     ]
                     with _forward_mode_lock:
-                        moved = [vmap(lambda s, c=chunk: product(c, s))(steps) for chunk in chunks]
+                        moved = [products(chunk, steps) for chunk in chunks]
                     if self.coefficients is None:
                         yield k, torch.cat(moved, dim=1)
                     else:

@@ -85,3 +85,12 @@ def test_the_upper_edge_speaks_of_the_plain_network_and_its_temperature(link, so
     with pytest.warns(UserWarning, match="larger values") as found:
         assert result.best("nll") == 10
     assert ("temperature below 1 (`la.logit_temperature`" in str(found[0].message)) == softens
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_a_flat_upper_edge_is_the_plain_network(order):
+    grid, nll = torch.tensor([1.0, 10.0, 100.0])[order], [(0.9, 0.403, 0.4)[i] for i in order]
+    result = SweepResult(grid, {"nll": tuple(nll)}, {"nll": False}, 4, "probit")
+    with pytest.warns(UserWarning, match="plain network is better than any") as found:
+        assert result.best("nll") == 100
+    assert "extend" not in str(found[0].message)

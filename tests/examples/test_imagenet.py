@@ -40,7 +40,11 @@ def test_a_folder_of_pictures_and_a_model_by_name(tmp_path, capsys):
     assert result.laplace.n_data == 6 and result.shown[0][0].shape == (3, 16, 16)
     data = imagenet.Pictures(folder, 16, 0.5, 0.25)
     assert data.classes == [f"n{c}" for c in range(6)] and len(data) == 24
-    assert data[0][1] == 0 and data[23][1] == 5
+    assert data[0][1] == 0 and data[23][1] == 5 and data.words == data.classes
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    Image.new("RGB", (20, 20)).save(flat / "n01440764_great_white_shark.png")
+    assert imagenet.Pictures(flat, 16, 0.5, 0.25).words == ["great white shark"]
     colour = (torch.tensor([40.0 * 5, 50.0, 0.0]) / 255 - 0.5) / 0.25
     first = next(x for x, y in data if y == 5)
     torch.testing.assert_close(first[:, 8, 8], colour)

@@ -8,7 +8,11 @@ from torch import nn
 
 from laplace_debias import Laplace, sweep_prior_precision
 from laplace_debias.predictive.linearized import linearized_predictive
-from laplace_debias.predictive.output_gradients import grouped_moments, top_classes
+from laplace_debias.predictive.output_gradients import (
+    OutputGradients,
+    grouped_moments,
+    top_classes,
+)
 from laplace_debias.predictive.predictor import StructuredPredictor
 from tests.cases_predictive import FALLBACK
 from tests.fitted_predictive import (
@@ -87,6 +91,26 @@ def test_what_is_exact_for_a_datum_does_not_depend_on_its_company():
     _, needed = top_classes(la.model(x))
     assert len(set(needed.sum(-1).tolist())) > 1
     together = linearized_predictive(la, x, [0.5], method="top", diagonal_output=True)
+    for i in range(len(x)):
+        alone = linearized_predictive(la, x[i : i + 1], [0.5], method="top", diagonal_output=True)
+        torch.testing.assert_close(together.covariance[:, i : i + 1], alone.covariance, **EXACT)
+
+
+def test_data_are_cut_by_what_they_need_and_come_back_in_order(monkeypatch):
+    la, _ = many_classes(scale=100)
+    x = torch.randn(40, 4)
+    needs = top_classes(la.model(x), least=5)[1].sum(-1)
+    columns, call = [], OutputGradients.__call__
+
+    def counted(self, capture, sources, classes, last=True):
+        columns.append(tuple(classes.shape))
+        return call(self, capture, sources, classes, last)
+
+    monkeypatch.setattr(OutputGradients, "__call__", counted)
+    together = linearized_predictive(la, x, [0.5], method="top", diagonal_output=True)
+    fewest = int(needs.sort().values[:20].max())
+    assert columns == [(20, fewest), (20, int(needs.max()))] and fewest < needs.max()
+    torch.testing.assert_close(together.mean, la.model(x).detach(), **EXACT)
     for i in range(len(x)):
         alone = linearized_predictive(la, x[i : i + 1], [0.5], method="top", diagonal_output=True)
         torch.testing.assert_close(together.covariance[:, i : i + 1], alone.covariance, **EXACT)

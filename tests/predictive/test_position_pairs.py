@@ -25,6 +25,11 @@ def test_pairs_give_the_dense_variances(R, ranks, monkeypatch):
         for Q in (Q_B, Q_A)
     ]
     ws = [torch.rand(frames[1].shape[1], frames[0].shape[1], k, **like) for k in (2, 1)]
+    for w in ws:  # one variance along a null space
+        if ranks[0] < d_out:
+            w[:, :d_out] = w[:, :1].clone()
+        if ranks[1] < d_in:
+            w[:d_in] = w[:1].clone()
     monkeypatch.setattr(position_pairs, "_ROWS", 2)  # several chunks
     monkeypatch.setattr("laplace_debias.predictive.contractions.CHUNK_NUMEL", 1)
     got = position_pairs.pair_moments(lambda s: A[s], G, Q_B, Q_A, lambda: ws)
@@ -84,7 +89,7 @@ def test_more_data_with_fewer_outputs_at_a_time_change_nothing(monkeypatch):
     monkeypatch.setattr(layer_jacobians.LayerJacobians, "contract", watched)
     made = predictor.StructuredPredictor(la)
     held, per_output = made._layers.prepare(X)
-    monkeypatch.setattr(predictions, "_DATA_AT_ONCE", 10)
+    monkeypatch.setattr(predictions, "DATA_AT_ONCE", 10)
     made.memory_budget = 10 * (held + 9 * per_output) + 1
     torch.testing.assert_close(made(X, diagonal_output=True).covariance, whole, **EXACT)
     assert seen == [(10, 6), (10, 6)]
