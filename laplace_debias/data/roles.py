@@ -135,7 +135,7 @@ class TrainingData:
             yield role, batch
 
     def check_seen(self, counts: dict[str, int], *, disjoint: bool) -> None:
-        """Raise if more data were seen than there are training data.
+        """Raise if more data were seen than there are training data, or none at all.
 
         A loader that draws with replacement may see a datum several times, so nothing follows from
         its number of data.
@@ -145,12 +145,18 @@ class TrainingData:
             disjoint: Whether the roles are known to share no datum.
 
         Raises:
-            ValueError: If the roles hold more data (together if disjoint, else one of them) than N.
+            ValueError: If the roles hold more data (together if disjoint, else one of them) than N,
+                or none.
 
         Example:
             >>> data = TrainingData([], None, 6, torch.device("cpu"))
             >>> data.check_seen({"directions": 6}, disjoint=True)
         """
+        if not any(counts.values()):
+            raise ValueError(
+                "Expected at least one labelled datum in `train_loader`, got an empty loader. "
+                "Remedy: check its dataset, and `drop_last` with a large `batch_size`."
+            )
         if draws_with_replacement(self.loader) or draws_with_replacement(self.curvature_loader):
             return
         seen = sum(counts.values()) if disjoint else max(counts.values())

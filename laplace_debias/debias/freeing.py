@@ -76,7 +76,7 @@ def fit_freeing(
     basis = _Basis(*kept["basis"]) if kept.get("basis") else None
     later: list[Batch] = []
     with _watched(n_batches(data, roles), progress_bar, engine.cost) as shown:
-        shown.set_description(f"[K-FAC: {DIRECTIONS}]")
+        shown.set_description(f"[K-FAC: {DIRECTIONS}]", refresh=False)
         with together("its passes for the directions"):
             for role, (X, y) in batches:
                 if role != DIRECTIONS:
@@ -92,13 +92,13 @@ def fit_freeing(
                 if checkpoint is not None:
                     checkpoint.processed(engine.cost, directions=directions[0])
         if basis is None:
-            shown.set_description("[K-FAC: eigendecompositions]")
+            shown.set_description("[K-FAC: eigendecompositions]", refresh=False)
             basis = _Basis.of(directions, data, engine.cost, shown.update)
             if checkpoint is not None:
                 checkpoint.turn(engine.cost, basis=basis.content())
         if CURVATURES not in roles:
             return basis.fit(data)
-        shown.set_description(f"[K-FAC: {CURVATURES}]")
+        shown.set_description(f"[K-FAC: {CURVATURES}]", refresh=False)
         with together("its passes for the curvatures"):
             for X, y in chain(later, (batch for _, batch in batches)):
                 with shown.batch(len(y)):

@@ -137,11 +137,6 @@ class Rounds:
                     self.bar.update(len(y))
         else:
             self._grow_together(size)
-        if self.pool.size == 0:
-            raise ValueError(
-                "Expected at least one labelled datum in `train_loader`, got an empty loader. "
-                "Remedy: check its dataset, and `drop_last` with a large `batch_size`."
-            )
         self.data.check_seen({"pool": self.pool.size}, disjoint=True)
         self.pool.ended = self.pool.ended or self.pool.size >= self.data.n_data
         if not self.factors:

@@ -192,7 +192,7 @@ def _accumulate(
     total = n_batches(data, roles)
     with bar(total=total, shown=progress_bar, unit="batch") as shown, together("its passes"):
         for role, (X, y) in batches:
-            shown.set_description(f"[K-FAC: {role}]")
+            shown.set_description(f"[K-FAC: {role}]", refresh=False)
             new = engine.factors(X, y)
             found[role] = found[role] + new if role in found else new
             shown.update()
