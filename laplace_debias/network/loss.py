@@ -23,12 +23,29 @@ __all__ = [
     "curvature_scores",
     "label_variances",
     "likelihood_name",
+    "looks_normalised",
     "loss_sum",
     "mean_loss_hessian",
 ]
 
 Likelihood = Literal["classification", "regression", "bernoulli"]
 """The likelihoods whose curvature this library knows."""
+
+
+def looks_normalised(outputs: Tensor) -> bool:
+    """Whether outputs are probabilities already, so that a softmax of them is one too many.
+
+    Args:
+        outputs: ``[n, C]``.
+
+    Example:
+        >>> looks_normalised(torch.tensor([[0.25, 0.75]])), looks_normalised(torch.eye(2) - 1)
+        (True, False)
+    """
+    if outputs.ndim != 2 or outputs.shape[-1] < 2:
+        return False
+    off = (outputs.sum(-1) - 1).abs().max()
+    return bool((outputs.min() >= 0) & (off < 10 * torch.finfo(outputs.dtype).eps ** 0.75))
 
 
 def likelihood_name(likelihood: Any) -> Likelihood:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
+from laplace_debias.data.loaders import is_main
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.options import TWO_BATCH
 from laplace_debias.debias.spectrum import FitResult
@@ -20,7 +22,7 @@ from laplace_debias.kfac.interface import FactorEngine
 from laplace_debias.kfac.upstream import BackendEngine
 from laplace_debias.network.features import computing_model, detached_features, first_output
 from laplace_debias.network.last_layer import verify_last_layer
-from laplace_debias.network.loss import likelihood_name
+from laplace_debias.network.loss import likelihood_name, looks_normalised
 from laplace_debias.network.ownership import transposed_parameters
 from laplace_debias.network.remembered import forget
 from laplace_debias.network.upstream import (
@@ -215,3 +217,11 @@ def _verify(la: Any, engine: FactorEngine, model: nn.Module, X: Inputs) -> None:
         if isinstance(engine, Engine):
             engine.reached |= reached
             engine.first_output = first_output(model, X, keys[0])
+            classes = likelihood_name(la.likelihood) == "classification"
+            if classes and looks_normalised(engine.first_output) and is_main():
+                warnings.warn(
+                    "Expected logits as outputs of the model, got numbers that add up to one, like "
+                    "probabilities. Remedy: leave out the model's softmax; the loss and the "
+                    "predictions have one of their own.",
+                    stacklevel=5,
+                )

@@ -217,3 +217,17 @@ def test_half_precision_with_sampled_links(subset, dtype, diagonal):
     assert found.dtype == dtype
     wanted = expected(NEW, generator=torch.Generator().manual_seed(0), **options)
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("debias", ["auto", "single", True])
+def test_a_network_that_ends_in_a_softmax_is_told_so(debias):
+    torch.manual_seed(0)
+    X, y = torch.randn(24, 3), torch.randint(4, (24,))
+    logits = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+    loader = DataLoader(TensorDataset(X, y), 8, shuffle=True)
+    for end, warned in ((nn.Softmax(-1), 1), (nn.LogSoftmax(-1), 0), (nn.Identity(), 0)):
+        la = Laplace(nn.Sequential(logits, end), "classification", "all", "kron", debias=debias)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            la.fit(loader)
+        assert sum("leave out the model's softmax" in str(w.message) for w in said) == warned
