@@ -99,8 +99,8 @@ class AutoOptions:
         for name, below, remedy in limits:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, Real) and 0 < float(value) < below):
-                got = f"`{name}` below {below:g}, got {value!r}"
-                raise ValueError(f"Expected a positive {got}. Remedy: {remedy}.")
+                what = f"`{name}` below {below:g}"
+                raise ValueError(f"Expected a positive {what}, got {value!r}. Remedy: {remedy}.")
         for name, least in (("n_passes", MIN_PASSES), ("n_pool", MIN_PASSES)):
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool)

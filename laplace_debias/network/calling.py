@@ -13,14 +13,18 @@ here classes are always last, ``[n, *positions, C]``.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
+import torch
 from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
-from laplace_debias.network.runnable import uncompiled
+from laplace_debias.network.preserve import Change, held
 
 __all__ = [
     "OutputPicker",
@@ -30,6 +34,7 @@ __all__ = [
     "classes_last",
     "flat_outputs",
     "pick_tensor",
+    "uncompiled",
     "wants_keywords",
     "weights_of_positions",
 ]
@@ -276,3 +281,20 @@ def weights_of_positions(f: Tensor, weights: Tensor | None) -> Tensor | None:
             "per datum, or one per position."
         )
     return weights.reshape(-1, *[1] * (f.ndim - 2)).expand(f.shape[:-1])
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """Run as written what ``torch.compile`` compiled, which would not call later hooks.
+
+    Example:
+        >>> double = torch.compile(lambda x: 2 * x, backend="eager")
+        >>> with uncompiled():
+        ...     double(torch.ones(1))
+        tensor([2.])
+    """
+
+    def eager() -> Callable[[], None]:
+        return partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
+
+    # where nothing is compiled: the import takes seconds
+    return held([Change("compiler", eager)] if "torch._dynamo" in sys.modules else [])
