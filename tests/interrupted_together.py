@@ -1,8 +1,8 @@
 """A fit of two processes that are killed again and again, one of them or both.
 
-Started as ``python -m tests.interrupted_together folder kills kind``: pairs of children are forked,
-killed at random moments, and started again until that many lives were ended so and the fit is
-complete; what each process ended with goes to a file.
+Started as ``python -m tests.interrupted_together folder kills kind ...``: pairs of children are
+forked, killed at random moments, and started again until that many lives were ended so and the fit
+is complete; what each process ended with goes to a file. Without any kill first.
 """
 
 from __future__ import annotations
@@ -102,4 +102,8 @@ def _wait_for_files(folder, life, wanted):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    for name in sys.argv[3:]:
+        for count in (0, int(sys.argv[2])):
+            place = Path(sys.argv[1]) / f"{name}-{count}"
+            place.mkdir()
+            main(place, count, name)

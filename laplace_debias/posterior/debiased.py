@@ -265,10 +265,12 @@ class DebiasedPosterior(_Base):
             curvature_loader: The data for the curvatures.
             n_data: N, by default ``len(train_loader.dataset)``.
             checkpoint: A file for what was done so far; the same call goes on from there after an
-                interruption, and ends with the same bits. It is removed at the end.
+                interruption, and ends with the same bits. It is removed at the end. Each of several
+                processes has its own, with ``.rank0``, ``.rank1``, ... added to the name.
             checkpoint_seconds: How often to write it.
             memory_budget: Bytes that the fit may add to what is there: mini-batches are passed in
-                pieces then; one that cannot hold the factors is refused.
+                pieces then, and ``debias="auto"`` keeps fewer rows, probes and data; one that
+                cannot hold the factors is refused.
 
         Raises:
             ValueError: If the loaders, targets or inputs do not fit; see the messages.

@@ -102,6 +102,14 @@ def test_fits_show_passes_and_data_with_totals(capsys):
         assert not capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("rank", "shown"), [(0, True), (1, False)])
+def test_rank_0_alone_shows_a_bar(rank, shown, monkeypatch, capsys):
+    monkeypatch.setattr(loaders.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(loaders.dist, "get_rank", lambda: rank)
+    assert list(loaders.bar([1, 2], "title", shown=True)) == [1, 2]
+    assert ("title" in capsys.readouterr().err) == shown
+
+
 def test_a_fit_s_bar_moves_within_a_mini_batch_and_through_the_decompositions(monkeypatch):
     steps = []
     made = freeing.tqdm.update
