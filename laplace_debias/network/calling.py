@@ -13,14 +13,17 @@ here classes are always last, ``[n, *positions, C]``.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
+import torch
 from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
 from laplace_debias.data.inputs import Inputs
-from laplace_debias.network.runnable import uncompiled
+from laplace_debias.network.preserve import Change, held
 
 __all__ = [
     "OutputPicker",
@@ -97,8 +100,14 @@ def call_model(model: nn.Module, x: Inputs, **kwargs: Any) -> Tensor:
         listed = {name for name, p in names.items() if p.kind in _NAMED}
         args = ()
         named = {k: v for k, v in x.items() if k != TARGETS and (k in listed or not listed)}
-    with uncompiled():
+    compiler = "torch._dynamo" in sys.modules  # else nothing is compiled; the import takes seconds
+    with held([Change("compiler", _as_written)] if compiler else []):
         return pick_tensor(model(*args, **named, **kwargs))
+
+
+def _as_written() -> Callable[[], None]:
+    """Let nothing run compiled, which would not call later hooks; return what undoes it."""
+    return partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
 
 
 def wants_keywords(model: nn.Module, x: Mapping[str, Any]) -> bool:

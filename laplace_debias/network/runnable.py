@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from laplace_debias.network.preserve import Change, held
-
-__all__ = ["check_no_autocast", "check_runnable", "uncompiled"]
+__all__ = ["check_no_autocast", "check_runnable"]
 
 
 def check_runnable(model: nn.Module, copied: bool = False) -> None:
@@ -85,28 +78,3 @@ def check_no_autocast(device: torch.device) -> None:
             "block for the fit; to run the network itself in that precision, put autocast into "
             "its `forward`."
         )
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run as written what ``torch.compile`` compiled, which would not call later hooks.
-
-    Yields:
-        Nothing; compiled code runs compiled again afterwards.
-
-    Example:
-        >>> double = torch.compile(lambda x: 2 * x, backend="eager")
-        >>> with uncompiled():
-        ...     double(torch.ones(1))
-        tensor([2.])
-    """
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
-        yield
-        return
-    with held([Change("compiler", _eager)]):
-        yield
-
-
-def _eager() -> Callable[[], None]:
-    """Let nothing run compiled; return what undoes it."""
-    return partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
