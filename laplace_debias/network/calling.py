@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,6 @@ __all__ = [
     "classes_last",
     "flat_outputs",
     "pick_tensor",
-    "uncompiled",
     "wants_keywords",
     "weights_of_positions",
 ]
@@ -102,8 +100,14 @@ def call_model(model: nn.Module, x: Inputs, **kwargs: Any) -> Tensor:
         listed = {name for name, p in names.items() if p.kind in _NAMED}
         args = ()
         named = {k: v for k, v in x.items() if k != TARGETS and (k in listed or not listed)}
-    with uncompiled():
+    compiler = "torch._dynamo" in sys.modules  # else nothing is compiled; the import takes seconds
+    with held([Change("compiler", _as_written)] if compiler else []):
         return pick_tensor(model(*args, **named, **kwargs))
+
+
+def _as_written() -> Callable[[], None]:
+    """Let nothing run compiled, which would not call later hooks; return what undoes it."""
+    return partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
 
 
 def wants_keywords(model: nn.Module, x: Mapping[str, Any]) -> bool:
@@ -281,20 +285,3 @@ def weights_of_positions(f: Tensor, weights: Tensor | None) -> Tensor | None:
             "per datum, or one per position."
         )
     return weights.reshape(-1, *[1] * (f.ndim - 2)).expand(f.shape[:-1])
-
-
-def uncompiled() -> AbstractContextManager[None]:
-    """Run as written what ``torch.compile`` compiled, which would not call later hooks.
-
-    Example:
-        >>> double = torch.compile(lambda x: 2 * x, backend="eager")
-        >>> with uncompiled():
-        ...     double(torch.ones(1))
-        tensor([2.])
-    """
-
-    def eager() -> Callable[[], None]:
-        return partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
-
-    # where nothing is compiled: the import takes seconds
-    return held([Change("compiler", eager)] if "torch._dynamo" in sys.modules else [])

@@ -98,6 +98,14 @@ def test_a_corrected_bias_is_a_multiple_of_the_plain_one_and_a_floor():
     torch.testing.assert_close(block.lam_B, float(c) * spectrum.lam + floor)
 
 
+def test_corrections_do_not_depend_on_the_scale_of_the_inputs():
+    factor, drawn = run((12,), torch.Generator().manual_seed(0))
+    spectrum = factor.spectrum(drawn, range(4), 100.0)
+    Q, lam = torch.eye(3, dtype=torch.float64), torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    one, tiny = (corrected_block(spectrum, (Q, s * lam), s * 1e-3) for s in (1.0, 1e-16))
+    torch.testing.assert_close(tiny.lam_A / 1e-16, one.lam_A)
+
+
 def test_all_rows_of_few_draws_are_kept():
     factor, _ = run((28,), torch.Generator().manual_seed(0))
     assert sum(len(rows) for rows, _ in factor.rows) == 28

@@ -55,6 +55,7 @@ def test_the_posterior_takes_more_folds_for_wide_layers_only():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     x, y = torch.randn(60, 40).double(), torch.arange(60) % 3
+    x = x * torch.logspace(0, -2, 40).double()  # of equal directions any folds have one mean
     outputs = [kfac_factors(model, part, y[:10], likelihood="classification", inputs=False)
                for part in x[:20].split(10)]  # fmt: skip
     inputs = [forward_factors(model, part, rows_from=40) for part in x[20:40].split(10)]

@@ -5,8 +5,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from laplace_debias.debias import pool_moments
+from laplace_debias.debias import pool_moments, pool_news
 from laplace_debias.debias.pool_moments import PoolMoments
+from laplace_debias.kfac import sums
 from laplace_debias.kfac.engine import Engine
 
 X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -97,6 +98,46 @@ def test_a_pool_is_complete_when_every_factor_has_seen_it(monkeypatch):
     assert moments.complete
     monkeypatch.setattr(moments, "_wanted", lambda: {"0.weight"})  # some have seen enough: of all
     assert moments.complete and moments.share(0) == 1.0
+    monkeypatch.setattr(moments, "share", lambda i: 0.5)  # data are routed past a layer
+    assert not moments.complete
+    monkeypatch.setattr(moments, "_wanted", lambda: True)  # but all that come are seen
+    assert moments.complete
+
+
+def test_what_all_processes_have_passed_goes_to_the_smaller_half():
+    moments = PoolMoments(Engine(nn.Linear(3, 2), "classification"))
+    for n in (6, 2, 2, 5, 5):
+        moments.counted(n)
+    assert moments._sizes == [11, 9] and moments.size == 20
+
+
+class GroupOfOne:
+    """A process that is alone in its group."""
+
+    rank, size = 0, 1
+
+    def gather(self, own):
+        """What it has itself."""
+        return [own]
+
+    def sum_(self, tensor):
+        """Nothing to add."""
+        return tensor
+
+
+def test_rows_per_datum_are_those_of_a_process_without_a_group(monkeypatch):
+    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(8, 3)).double()
+    x, y = torch.randn(4, 1, 3, 3, dtype=torch.float64), torch.zeros(4, dtype=torch.long)
+    alone = PoolMoments(Engine(net, "classification"))
+    alone.add(x, y)
+    for module in (pool_moments, pool_news, sums):
+        monkeypatch.setattr(module, "processes", GroupOfOne)
+    together = PoolMoments(Engine(net, "classification"))
+    together.begin_with(x)
+    together.add(x, y)
+    together.counted(4)
+    together.exchange(torch.arange(4), "x")
+    assert together._per_datum == alone._per_datum == [4.0, 1.0, 1.0, 1.0]
 
 
 def test_what_further_data_cost_is_counted_in_the_first_half(monkeypatch):
