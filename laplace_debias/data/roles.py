@@ -227,10 +227,12 @@ def _own_size(
                 f"shape {list(train_loader.shape)}. Remedy: `DataLoader(TensorDataset(X, y), "
                 "batch_size=..., shuffle=True)`, with X and y as tensors."
             ) from None
-        kind = "no `.dataset`" if dataset is None else f"a {type(dataset).__name__} without length"
+        kind = f"a {type(dataset).__name__} without length"
+        if dataset is None:
+            kind = f"a {type(train_loader).__name__} without `.dataset`"
         raise ValueError(
-            f"Expected a loader whose dataset has a length, or `n_data`; got a "
-            f"{type(train_loader).__name__} with {kind} and `n_data=None`. {remedy}"
+            f"Expected a loader whose dataset has a length, or `n_data`; got {kind} and "
+            f"`n_data=None`. {remedy}"
         ) from None
 
 

@@ -82,7 +82,7 @@ def test_the_number_of_training_data():
             training_size(one, None, bad)
     with pytest.raises(ValueError, match="loader of mini-batches, got the dataset TensorDataset"):
         training_size(TensorDataset(torch.zeros(3, 1)), None, None)
-    with pytest.raises(ValueError, match="got a list with no `.dataset`"):
+    with pytest.raises(ValueError, match="got a list without `.dataset`"):
         training_size([], None, None)
     with pytest.raises(ValueError, match=r"loader of mini-batches .* got a Tensor of shape \[3"):
         training_size(torch.zeros(3, 1), None, None)

@@ -142,9 +142,3 @@ def test_the_readme_says_what_the_kept_cells_say():
     for method, mark in (("single", ""), ("two-batch", "**")):
         gaps = [trained.gap("nll", method, budget).gap for budget in (64, 256, 1024)]
         assert " | ".join(f"{mark}{gap:.3f}{mark}" for gap in gaps) in readme
-    ratios = [
-        ratio
-        for name in ("backpack_label", "trained_backpack_label")
-        for ratio in runs[name].gap_ratio("nll").values()
-    ]
-    assert 1 / max(ratios) > 8 and 1 / min(ratios) > 300 and "8 to 300 times nearer" in readme
