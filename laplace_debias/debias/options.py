@@ -137,7 +137,7 @@ class CrossfitOptions:
             by a forward pass and draws by score.
         n_curvature: Number M of data with backward passes, for the output factors. By default K
             mini-batches. Exact vectors take several passes per datum.
-        n_passes: Backward passes: M with one vector per datum (curvature, ``fisher="mc"``).
+        n_passes: Backward passes, one random vector for each of M data (curvature sampling).
         n_input: Number of data for the input factors, forward passes only. By default M
             (uniform) or 4 M (curvature). Linear layers of at least ``2 * n_input`` inputs that see
             one row per datum take the rows of more scored data, up to half their number of inputs.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_debias.debias.options import AUTO, CROSSFIT
+from laplace_debias.debias.options import AUTO, CROSSFIT, CrossfitOptions
 from laplace_debias.kfac.few_rows import KFAC_APPROXES
 from laplace_debias.network.objective import Objective
 from laplace_debias.network.vectors import FISHERS, SAMPLERS, Fisher
@@ -141,6 +141,8 @@ def chosen_curvature(
         ValueError: If something is unknown, or does not go together.
     """
     draws, plain = la.options is not None, la.objective == Objective()
+    if isinstance(la.options, CrossfitOptions) and la.options.n_passes and default == "exact":
+        default = "mc"  # a budget of passes goes furthest with one for each datum
     if foreign is not None:
         labels = kind == "bernoulli"
         check_backend(foreign, debias=la.debias, draws=draws, labels=labels, plain=plain)

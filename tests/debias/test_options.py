@@ -81,7 +81,8 @@ def test_passes_are_the_budget_of_what_chooses_its_data():
     assert 0 < by_passes.fit_cost.backward <= 24  # data that are drawn twice are passed once
     assert by_passes.log_det_posterior_precision == by_data.log_det_posterior_precision
     with pytest.raises(ValueError, match=r"Expected one backward vector.*n_passes.*Remedy"):
-        fitted(n_passes=24)
+        fitted(n_passes=24, fisher="exact")
+    assert fitted(n_passes=24).fisher == "mc"
 
 
 def test_options_of_another_method_are_told_where_they_belong():
