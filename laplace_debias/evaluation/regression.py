@@ -22,8 +22,10 @@ __all__ = [
     "Coverage",
     "GaussianMetric",
     "GaussianNLL",
+    "ScaledResiduals",
     "Sharpness",
     "gaussian_nll",
+    "scaled_nll",
     "with_noise",
 ]
 
@@ -71,6 +73,26 @@ def gaussian_nll(mean: Tensor, covariance: Tensor, targets: Tensor) -> Tensor:
     log_det = 2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1)  # [n]
     nll: Tensor = 0.5 * (white.square().sum(-1) + log_det + mean.shape[-1] * math.log(2 * math.pi))
     return nll.masked_fill(info > 0, math.nan)
+
+
+def scaled_nll(nll: float, square: float, n_outputs: int) -> float:
+    r"""NLL after covariances were multiplied by what fits best.
+
+    With :math:`s^2` the mean of :math:`r^\top \Sigma^{-1} r / D`, the NLL of covariances
+    :math:`s^2 \Sigma` is that of :math:`\Sigma` plus :math:`\frac D2 (1 - s^2 + \log s^2)`.
+
+    Args:
+        nll: Mean NLL with covariances :math:`\Sigma`.
+        square: :math:`s^2`.
+        n_outputs: D.
+
+    Example:
+        >>> round(scaled_nll(1.0, 1.0, 3), 6)
+        1.0
+    """
+    if not square > 0:
+        return math.nan
+    return nll + 0.5 * n_outputs * (1 - square + math.log(square))
 
 
 class GaussianMetric(MeanOverData):

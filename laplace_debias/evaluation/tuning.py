@@ -29,11 +29,16 @@ from laplace_debias.data.loaders import is_main
 from laplace_debias.data.processes import counted, together, total
 from laplace_debias.data.reading import read
 from laplace_debias.evaluation.layerwise import layerwise_trial
-from laplace_debias.evaluation.predictors import for_metrics, ignore_index_of
-from laplace_debias.evaluation.regression import ScaledResiduals
+from laplace_debias.evaluation.predictors import (
+    for_metrics,
+    ignore_index_of,
+    model_predictor,
+)
+from laplace_debias.evaluation.regression import ScaledResiduals, scaled_nll
 from laplace_debias.evaluation.table import fresh_metrics
 from laplace_debias.evaluation.tuning_result import LayerwiseTrial, TuningResult
 from laplace_debias.network.loss import likelihood_name
+from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.upstream import device_of, noise_of
 from laplace_debias.predictive.eigenblocks import PriorPrecisions, check_fitted, default_grid
 from laplace_debias.predictive.links import (
@@ -104,7 +109,8 @@ def tune(
         predictor_of: Makes the linearised predictive of ``la`` at given prior precisions:
             :class:`~laplace_debias.predictive.predictor.StructuredPredictor`.
         prior_precisions: k numbers; by default
-            :func:`~laplace_debias.predictive.eigenblocks.default_grid`.
+            :func:`~laplace_debias.predictive.eigenblocks.default_grid`. Where the noise is tuned
+            they move by what the posterior itself explains of the residuals.
         logit_temperatures: By default 17 from 1/4 to 4; a regression has none.
         noise: Whether to scale the ``sigma_noise`` of a regression as well, for the objective
             ``"nll"``; with ``False`` it stays what the user said.
@@ -139,6 +145,9 @@ def tune(
     regression = likelihood == "regression"
     Ts = _temperatures(logit_temperatures, regression)
     grid = default_grid(la.n_data) if prior_precisions is None else prior_precisions
+    tuned_noise = regression and noise and objective == "nll"
+    if tuned_noise and iter(val_loader) is not val_loader:  # what is read once is read below
+        grid = plain_square(la, val_loader) * torch.as_tensor(grid)
     predictor = predictor_of(la, grid, keep_graph=False)
     deltas = predictor.deltas
     if not bool((deltas == deltas[:, :1]).all()):
@@ -153,8 +162,7 @@ def tune(
         [objective], (k + 1) * len(Ts), likelihood, sigma_noise=sigma, device=deltas.device
     )[objective]
     scales: list[Metric] = [
-        ScaledResiduals(sigma).to(deltas.device)
-        for _ in range(k + 1 if regression and noise and objective == "nll" else 0)
+        ScaledResiduals(sigma).to(deltas.device) for _ in range(k + 1 if tuned_noise else 0)
     ]
     direction = copies[0].higher_is_better
     if direction is None:
@@ -224,24 +232,27 @@ def tune(
     return found.with_trial(trial)
 
 
-def scaled_nll(nll: float, square: float, n_outputs: int) -> float:
-    r"""NLL after covariances were multiplied by what fits best.
+def plain_square(la: KronLaplace, val_loader: Iterable[Any]) -> float:
+    """By how much the noise's variance is off for the plain network, by forward passes alone.
 
-    With :math:`s^2` the mean of :math:`r^\top \Sigma^{-1} r / D`, the NLL of covariances
-    :math:`s^2 \Sigma` is that of :math:`\Sigma` plus :math:`\frac D2 (1 - s^2 + \log s^2)`.
+    Ridges of a grid of prior precisions that are multiplied by it belong to these prior precisions
+    once the noise is tuned, up to what the posterior itself explains.
 
     Args:
-        nll: Mean NLL with covariances :math:`\Sigma`.
-        square: :math:`s^2`.
-        n_outputs: D.
+        la: A fitted regression; its mode is left as it is.
+        val_loader: Mini-batches ``(x, y)`` or mappings, or one such mini-batch.
 
-    Example:
-        >>> round(scaled_nll(1.0, 1.0, 3), 6)
-        1.0
+    Returns:
+        The mean squared residual over the variance of the noise; 1 where there is none.
     """
-    if not square > 0:
-        return math.nan
-    return nll + 0.5 * n_outputs * (1 - square + math.log(square))
+    metric: Metric = ScaledResiduals(noise_of(la)).to(device_of(la))
+    predict = model_predictor(la.model, "regression")
+    with evaluation_mode(la.model), together("its share of the validation data"):
+        for x, y in read(val_loader, device_of(la), la.dict_key_y, name="val_loader"):
+            rows, targets = for_metrics(predict(x), y, "regression")
+            metric.update(*rows, targets)
+    square = float(metric.compute())
+    return square if 0 < square < math.inf else 1.0
 
 
 def _temperatures(given: Sequence[float] | None, regression: bool) -> tuple[float, ...]:

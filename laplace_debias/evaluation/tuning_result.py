@@ -14,6 +14,9 @@ from laplace_debias.storage.export import ExportedResult, text_table
 
 __all__ = ["LayerwiseTrial", "TuningResult"]
 
+SAME = 1e-3
+"""Values that differ by less, in units of the best or of 1, are as good as each other."""
+
 
 @dataclass(frozen=True)
 class LayerwiseTrial:
@@ -157,18 +160,22 @@ class TuningResult(ExportedResult):
         texts, plain = [], [v for v in self.plain if not math.isnan(v)]
         remedy = "(`prior_precisions=`)"
         top = len(deltas) > 1 and deltas[i] == max(deltas)
-        if top and plain and min(map(self._loss, plain)) <= self._loss(self.best):
+        lead = min(map(self._loss, plain), default=math.inf) - self._loss(self.best)
+        if top and lead <= SAME * max(1.0, abs(self.best)):
             T = Ts[min(range(len(Ts)), key=lambda t: self._loss(self.plain[t]))]
-            advice = f"its logits are best divided by {T:.3g}"
+            advice = f"; its logits are best divided by {T:.3g}"
             if self.link_approx is None:
-                advice = "a larger prior precision approaches it"
+                advice = (
+                    " on such data. Elsewhere the posterior's uncertainty would be lost: take a "
+                    "smaller prior precision if you care about inputs that are unlike these"
+                )
             elif T < 1 or (T == 1 and len(Ts) == 1):
-                advice = "consider dividing the logits by a temperature below 1"
+                advice = "; consider dividing the logits by a temperature below 1"
                 advice += f" ({T:.3g} is the best of those tried)" if T < 1 else ""
+            than = "better than" if lead <= 0 else "as good as"
             texts.append(
                 f"The best {self.objective!r} lies at the largest prior precision, "
-                f"{deltas[i]:.6g}: the plain network is better than any of these posteriors; "
-                f"{advice}."
+                f"{deltas[i]:.6g}: the plain network is {than} any of these posteriors{advice}."
             )
         elif len(deltas) > 1 and deltas[i] in (min(deltas), max(deltas)):
             side = "larger" if top else "smaller"
@@ -204,7 +211,7 @@ class TuningResult(ExportedResult):
         if self.link_approx is not None:
             words.append(f"logit_temperature={self.logit_temperature:.3g}")
         if self.noise_scales is not None:
-            words.append(f"sigma_noise times {self.noise_scale:.4g}")
+            words.append(f"sigma_noise multiplied by {self.noise_scale:.4g}")
         trial = self.layerwise
         if trial is not None and trial.kept:
             each = ", ".join(f"{d:.4g}" for d in trial.prior_precisions)

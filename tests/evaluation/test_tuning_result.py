@@ -71,3 +71,13 @@ def test_sweep_table_and_rows():
     head, rows = result.rows()
     assert head == ["prior_precision", "logit_temperature", "nll"] and len(rows) == 12
     assert rows[4] == [1.0, 1.0, 0.3] and rows[-1] == [None, 2.0, 0.9]
+
+
+@pytest.mark.parametrize(("last", "words"), [(0.3001, "better than any"), (0.2999, "as good as")])
+def test_a_flat_end_of_a_regression_is_told_as_such(last, words):
+    values = ((0.5,), (0.31,), (last,))
+    result = TuningResult("nll", False, (0.1, 1.0, 10.0), (1.0,), values, (0.3,), 8, None)
+    (text,) = result.warnings()
+    assert words in text and "on such data. Elsewhere" in text and "extend" not in text
+    sharp = TuningResult("nll", False, (0.1, 1.0), (1.0,), ((0.5,), (0.2,)), (0.3,), 8, None)
+    assert "extend the grid to larger" in sharp.warnings()[0]
