@@ -210,7 +210,7 @@ def tune(
     found = TuningResult(
         objective=objective,
         higher_is_better=direction,
-        prior_precisions=tuple(d / s2 for d, s2 in zip(ridges, squares, strict=False)),
+        prior_precisions=tuple(d / (s or math.nan) for d, s in zip(ridges, squares, strict=False)),
         logit_temperatures=Ts,
         values=tuple(values[:-1]),
         plain=values[-1],

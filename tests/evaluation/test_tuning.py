@@ -106,6 +106,13 @@ def test_the_grid_of_a_regression_is_that_of_the_tuned_noise():
     assert once.prior_precisions == pytest.approx(GRID, rel=0.2)  # the noise is right already
 
 
+def test_targets_without_any_noise_have_no_best_noise():
+    la, (X, _) = regression(1.0)
+    with pytest.raises(ValueError, match="got NaN for 'nll' at all of them. Remedy"):
+        la.tune((X, la.model(X).detach()))
+    assert la.sigma_noise == 1.0
+
+
 def test_a_prior_per_layer_knows_the_noise_and_stays_within_the_grid():
     la, batch = regression(1.0)
     result = la.tune(batch, prior_precisions=GRID)
