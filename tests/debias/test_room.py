@@ -9,8 +9,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
+from laplace_debias.data.pool import Pool
+from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.drawn_rows import Room
-from laplace_debias.debias.room import room_within
+from laplace_debias.debias.room import room_for, room_within
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.network.live_bytes import LiveBytes
 
@@ -141,3 +143,15 @@ def test_a_larger_budget_has_more_room():
     few = room_within(engine, X, 16 * 2**20, 10_000, keeps_data=True)
     assert few.n_pool < rooms[1].n_pool
     assert engine.cost.forward == engine.cost.backward == 0
+
+
+def test_forward_passes_take_as_many_data_as_there_is_room_for():
+    torch.manual_seed(0)
+    X, y = images(32)
+    engine = Engine(convolutions().eval(), "classification")
+    most = 40 * 2**20
+    for budget in (most, most // 4):
+        engine.budget, engine.chunk = budget, None
+        room = room_for(engine, Pool(TrainingData((X, y), None, 32, X.device)))
+        assert engine.chunk == room.n_forward
+    assert 0 < room.n_forward < 32
