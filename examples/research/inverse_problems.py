@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.classifiers import PROBLEMS as CLASSIFIERS
-from examples.classifiers import Data, Recipe, digits, shuffled
+from examples.classifiers import Data, Recipe, digits, shuffled, trained_problem
 from examples.networks import strided_cnn
 from laplace_debias import Laplace, far_inputs, freeze_unsupported
 from laplace_debias.posterior import DebiasedKronLaplace
@@ -33,8 +33,9 @@ class InverseProblem:
     y: Tensor
     x_test: Tensor
     prior_precisions: tuple[float, ...]
+    test: tuple[Tensor, Tensor]  # data that NLLs are of; x_test may lie elsewhere
     sigma_noise: float = 1.0
-    y_test: Tensor | None = None
+    batch_size: int = 250
 
     @property
     def far(self) -> Tensor:
@@ -57,8 +58,12 @@ class InverseProblem:
 
     def loader(self, generator: torch.Generator | None = None) -> DataLoader:
         """The training data, shuffled by the generator."""
-        data = TensorDataset(self.x, self.y)
-        return DataLoader(data, batch_size=250, shuffle=generator is not None, generator=generator)
+        data, shuffle = TensorDataset(self.x, self.y), generator is not None
+        return DataLoader(data, self.batch_size, shuffle=shuffle, generator=generator)
+
+    def batches(self, x: Tensor, y: Tensor) -> DataLoader:
+        """Some data, in mini-batches that fit into memory."""
+        return DataLoader(TensorDataset(x, y), self.batch_size)
 
     def draw(self, m: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """A mini-batch of m distinct data."""
@@ -114,48 +119,60 @@ def classifier(name: str, recipe: str, n_test: int = 200) -> InverseProblem:
         chosen.lr,
         chosen.batch_size,
     )
+    test = x_test[:n_test].double(), y_test[:n_test]
+    priors = (0.1, 10.0)
+    return InverseProblem(name, model, "classification", x.double(), y, test[0], priors, test)
+
+
+def all_cnn_c(folder: Path, weights: Path, n: int = 800, n_test: int = 8) -> InverseProblem:
+    """All-CNN-C, weights only and in single precision; n images are its training set.
+
+    The NLL is that of 64 test images.
+    """
+    sizes = {"train_size": n, "test_size": 64}
+    p = trained_problem("cifar10", folder=folder, weights=weights, **sizes)
+    (test,) = p.test_loader
+    inputs = p.x, p.y, test[0][:n_test]
     return InverseProblem(
-        name,
-        model,
-        "classification",
-        x.double(),
-        y,
-        x_test[:n_test].double(),
-        (0.1, 10.0),
-        y_test=y_test[:n_test],
+        "All-CNN-C", p.model, "classification", *inputs, (10.0,), tuple(test), batch_size=64
     )
 
 
 # %% Regressions
 def regression(
-    name: str, data: tuple[Tensor, Tensor, Tensor], build: nn.Module, prior: float, noise: float
+    name: str, data: Data, build: nn.Module, prior: float, noise: float, grid: Tensor | None = None
 ) -> InverseProblem:
-    """A regression in single precision, trained, then in double precision."""
-    x, y, x_test = data
+    """A regression in single precision, trained, then in double precision.
+
+    Its test inputs are those of the data, or a grid.
+    """
+    x, y, *test = data
     model = trained(build, x, y, nn.functional.mse_loss, 150, 2e-3, 64)
-    return InverseProblem(
-        name, model, "regression", x.double(), y.double(), x_test.double(), (prior,), noise
-    )
+    x, y, *test = (part.double() for part in (x, y, *test))
+    x_test = test[0] if grid is None else grid.double()
+    return InverseProblem(name, model, "regression", x, y, x_test, (prior,), tuple(test), noise)
 
 
 def clusters(training: int = 0) -> InverseProblem:
     """1,000 points in two clusters on a line; inputs within and far outside; any start."""
     generator = torch.Generator().manual_seed(0)
-    x = (
-        torch.rand(1000, 1, generator=generator) * 2
-        + torch.tensor([-4.0, 1.0]).repeat(500)[:, None]
-    )
-    y = torch.sin(2 * x) + 0.1 * torch.randn(1000, 1, generator=generator)
+
+    def points(n: int) -> tuple[Tensor, Tensor]:
+        where = torch.tensor([-4.0, 1.0]).repeat(n // 2)[:, None]
+        x = torch.rand(n, 1, generator=generator) * 2 + where
+        return x, torch.sin(2 * x) + 0.1 * torch.randn(n, 1, generator=generator)
+
+    data = *points(1000), *points(200)
     torch.manual_seed(training)
     net = mlp(1, 50, 50, 1, activation=nn.Tanh)
-    return regression("1-D", (x, y, torch.linspace(-8, 8, 200)[:, None]), net, 0.01, 0.1)
+    return regression("1-D", data, net, 0.01, 0.1, torch.linspace(-8, 8, 200)[:, None])
 
 
-def standardised(X: Tensor, Y: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+def standardised(X: Tensor, Y: Tensor, n: int) -> Data:
     """Mean 0 and deviation 1; the first n, in a random order, are for training."""
     X, Y = (X - X.mean(0)) / X.std(0), (Y - Y.mean()) / Y.std()
-    x, y, x_test, _ = shuffled(X.float(), Y.float()[:, None], n)
-    return x, y, x_test[:200]
+    x, y, x_test, y_test = shuffled(X.float(), Y.float()[:, None], n)
+    return x, y, x_test[:200], y_test[:200]
 
 
 def diabetes() -> InverseProblem:
@@ -188,4 +205,4 @@ PROBLEMS: dict[str, Callable[[], InverseProblem]] = {
     "friedman": friedman,
 }
 
-__all__ = ["PROBLEMS", "InverseProblem", "clusters"]
+__all__ = ["PROBLEMS", "InverseProblem", "all_cnn_c", "clusters"]
