@@ -42,7 +42,7 @@ METHODS = {
     "single": {"debias": "single"},
     "two-batch": {"debias": "two-batch"},
     "crossfit": {"debias": "crossfit"},
-    "crossfit more": {"debias": "crossfit", "n_curvature": 45, "n_input": 70},
+    "crossfit more": {"debias": "crossfit", "n_passes": 135, "fisher": "exact", "n_input": 70},
     "crossfit curvature": {
         "debias": "crossfit", "sampling": "curvature", "n_curvature": 20, "n_input": 50,
         "n_pool": 75,

@@ -25,7 +25,7 @@ from tests import cases
 PLAIN = ("single", "two-batch")
 DRAWN = {
     "crossfit": {"n_folds": 3, "n_curvature": 100},
-    "crossfit-inputs": {"n_curvature": 45, "n_input": 90},
+    "crossfit-inputs": {"n_passes": 135, "fisher": "exact", "n_input": 90},
     "auto": {"tolerance": 0.01},
     "auto-passes": {"tolerance": None, "n_passes": 150, "n_pool": 100},
     "crossfit-drawn": {"sampling": "curvature", "n_curvature": 40, "n_input": 60, "n_folds": 3},

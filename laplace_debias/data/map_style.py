@@ -70,6 +70,16 @@ class MapStyle:
         """Number of data in the pool."""
         return len(self.positions)
 
+    def keep(self, limit: int) -> None:
+        """Leave out all data but the first so many."""
+        del self.positions[limit:]
+
+    def first(self) -> Iterator[Any]:
+        """The first mini-batch alone, if there is one; it comes again."""
+        data = Subset(self.loader.dataset, self.positions[: self.batch_size])
+        collate, own = self.loader.collate_fn, torch.Generator()  # the other one is not drawn from
+        return iter(DataLoader(data, max(1, len(data)), collate_fn=collate, generator=own))
+
     def read(self, rows: Sequence[int] | None = None, at_once: int = 1) -> Iterator[Any]:
         """Read mini-batches of some rows of the pool, or of all, as the loader would.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.data.inputs import Batch, concatenate, datum_shapes, take
+from laplace_debias.data.inputs import Batch, Inputs, concatenate, datum_shapes, take
 from laplace_debias.data.loaders import bar, warn_if_sequential
 from laplace_debias.data.map_style import MapStyle, is_map_style
 from laplace_debias.data.pool import segments
@@ -21,7 +21,8 @@ from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.checkpoint import Checkpoint
 from laplace_debias.debias.few_rows import few_rows_from
 from laplace_debias.debias.fold_blocks import crossfit_kron
-from laplace_debias.debias.options import CrossfitOptions
+from laplace_debias.debias.options import CrossfitOptions, ResolvedOptions
+from laplace_debias.debias.pass_budget import paid_for, passes_per_datum
 from laplace_debias.debias.pool_pass import PoolPass
 from laplace_debias.debias.reservoirs import Reservoirs
 from laplace_debias.debias.sampling import distinct, draw_weighted, even_parts
@@ -70,7 +71,6 @@ def fit_crossfit(
         >>> engine.cost.forward, engine.cost.backward
         (16, 0)
     """
-    options.check_vectors(engine.fisher)
     warn_if_sequential(data.loader)
     if processes() is not None:
         return fit_shared_folds(engine, data, options, progress_bar=progress_bar)
@@ -116,6 +116,13 @@ class _Run:
             self.bar.update(len(y))
             yield X, y
 
+    def resolved(self, batch_size: int, X: Inputs | None) -> ResolvedOptions:
+        """Options with all their numbers; a budget of passes is in terms of a datum's vectors."""
+        if X is None or self.options.n_passes is None:
+            return self.options.resolved(batch_size)
+        n_vectors = passes_per_datum(self.engine, take(X, slice(0, 1), self.data.key_x))
+        return paid_for(self.options, n_vectors).resolved(batch_size)
+
     def uniform(self) -> FitResult:
         """Consecutive data of the loader, cut into folds; further ones for the input factors."""
         K, sizes = self.options.n_folds, list[int]()  # known from the first mini-batch on
@@ -127,7 +134,7 @@ class _Run:
             seen = 0
             for X, y in self.read("folds"):
                 if not sizes:
-                    options = self.options.resolved(len(y))
+                    options = self.resolved(len(y), X)
                     M, extra = options.n_curvature, max(0, options.n_input - options.n_curvature)
                     sizes.extend(even_parts(M, K) + even_parts(extra, K))
                     self.bar.total += sum(sizes)
@@ -189,18 +196,18 @@ class _Run:
         """Score a pool of positions, draw systematically, fetch the drawn data again."""
         loader: Any = self.data.loader  # a DataLoader, see is_map_style
         engine = self.engine
-        batch_size = getattr(loader.batch_sampler, "batch_size", None)
-        batch_size = batch_size or MapStyle(loader, 1).batch_size
-        asked = self.options.n_curvature
-        options = self.options.resolved(min(batch_size, len(loader.dataset)))
+        pool = MapStyle(loader, None, self.options.generator)
+        X = None if self.options.n_passes is None else next(self.data.read(pool.first()))[0]
+        options = self.resolved(pool.batch_size, X)
         given = options.scores
-        pool = MapStyle(loader, options.n_pool if given is None else None, options.generator)
+        if given is None:
+            pool.keep(options.n_pool)
         found: dict[str, Any] = {"pool": {}, "draws": [], "folds": {}, **self.kept}
         passed = PoolPass(engine, options, self.data.key_x, **found["pool"])
         draws: list[tuple[list[int], Tensor]] = found["draws"]
         folds: dict[int, Factors] = found["folds"]
         n_input = min(options.n_input, len(pool))
-        M = options.n_curvature if asked is not None else min(options.n_curvature, len(pool))
+        M = options.n_curvature if self.options.sized else min(options.n_curvature, len(pool))
         sizes = even_parts(M, options.n_folds)
 
         def stream() -> Iterator[tuple[str, Batch]]:
@@ -248,7 +255,7 @@ class _Run:
         seen, key = 0, self.data.key_x
         for X, y in self.read("pool"):
             if passed is None:
-                options = self.options.resolved(len(y))
+                options = self.resolved(len(y), X)
                 self.bar.total += options.n_pool
                 passed = PoolPass(self.engine, options, key)
                 for m in even_parts(options.n_curvature, options.n_folds):

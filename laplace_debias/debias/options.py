@@ -137,7 +137,8 @@ class CrossfitOptions:
             by a forward pass and draws by score.
         n_curvature: Number M of data with backward passes, for the output factors. By default K
             mini-batches. Exact vectors take several passes per datum.
-        n_passes: Backward passes, one random vector for each of M data (curvature sampling).
+        n_passes: Most backward passes, instead of M: one per datum (``fisher="mc"``, the default
+            with it), or as many as a datum has exact vectors.
         n_input: Number of data for the input factors, forward passes only. By default M
             (uniform) or 4 M (curvature). Linear layers of at least ``2 * n_input`` inputs that see
             one row per datum take the rows of more scored data, up to half their number of inputs.
@@ -194,36 +195,25 @@ class CrossfitOptions:
                 "Expected no `n_pool` and no `scores` with sampling='uniform', which scores "
                 "nothing, got some. Remedy: sampling='curvature'."
             )
-        if self.n_passes is not None:
-            if self.sampling == "uniform":
-                raise ValueError(
-                    "Expected `n_curvature` with uniform sampling, got n_passes. Remedy: use that."
-                )
-            if self.n_curvature not in (None, self.n_passes):
-                raise ValueError(
-                    f"Expected n_passes or n_curvature, got {self.n_passes} and {self.n_curvature}."
-                    " Remedy: pass one of them."
-                )
-            object.__setattr__(self, "n_curvature", self.n_passes)
+        if self.n_passes is not None and self.n_curvature is not None:
+            both = f"{self.n_passes} and {self.n_curvature}"
+            raise ValueError(f"Expected n_passes or n_curvature, got {both}. Remedy: pass one.")
         if self.scores is not None:
             object.__setattr__(self, "scores", checked_scores(torch.as_tensor(self.scores)))
         M, pool = self.n_curvature, self.n_pool
         if M is not None and pool is not None and pool < M:
             raise ValueError(
-                f"Expected a pool of at least `n_curvature`={self.n_curvature} data to draw from, "
-                f"got n_pool={self.n_pool}. Remedy: score more data, or draw fewer."
+                f"Expected a pool of at least {M} data to draw from, got n_pool={pool}. Remedy: "
+                "score more data, or draw fewer."
             )
 
-    def check_vectors(self, fisher: str) -> None:
-        """Raise if ``n_passes`` was given and a datum takes several."""
-        if self.n_passes is not None and fisher == "exact":
-            raise ValueError(
-                "Expected one backward vector per datum with `n_passes`, got exact ones. Remedy: "
-                "fisher='mc', or `n_curvature` for the number of data."
-            )
+    @property
+    def sized(self) -> bool:
+        """Whether the number of data with backward passes was asked for."""
+        return (self.n_curvature or self.n_passes) is not None
 
     def resolved(self, batch_size: int) -> ResolvedOptions:
-        """The same options with every default replaced by its number.
+        """The same options with every default replaced by its number, ``n_passes`` apart.
 
         Args:
             batch_size: Number of data in the first mini-batch.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.data.inputs import Batch, take
+from laplace_debias.data.inputs import Batch, Inputs, take
 from laplace_debias.data.loaders import bar, in_order
 from laplace_debias.data.pool import Pool, given_scores
 from laplace_debias.data.processes import Processes, counted, from_main, processes, together
@@ -24,6 +24,7 @@ from laplace_debias.data.targets import check_unweighted
 from laplace_debias.debias.few_rows import few_rows_from, most_few_rows
 from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.options import CrossfitOptions, ResolvedOptions
+from laplace_debias.debias.pass_budget import paid_for, passes_per_datum
 from laplace_debias.debias.pool_news import Rows, rows_of_all
 from laplace_debias.debias.sampling import (
     WeightedDraw,
@@ -94,6 +95,17 @@ class _SharedRun:
         self.inputs: list[Factors | None] = [None] * K
         self.rows: list[list[tuple[Tensor, Rows]]] = [[] for _ in range(K + 1)]  # and of no fold
         self.loss: Tensor | float = 0.0
+        self.n_vectors = 0  # of a datum; known when a budget of passes has to be
+
+    def resolved(self, X: Inputs | None = None) -> ResolvedOptions:
+        """Options with all their numbers; without inputs, all processes have to ask together."""
+        if self.options.n_passes is None:
+            return self.options.resolved(self.pool.first_size)
+        if X is None:
+            self.n_vectors = max(self.group.gather(self.n_vectors))
+        elif not self.n_vectors:
+            self.n_vectors = passes_per_datum(self.engine, take(X, slice(0, 1), self.data.key_x))
+        return paid_for(self.options, self.n_vectors).resolved(self.pool.first_size)
 
     def add(self, folds: list[Factors | None], k: int, new: Factors) -> None:
         """Add own factors to a fold."""
@@ -113,11 +125,11 @@ class _SharedRun:
         pool, K = self.pool, self.options.n_folds
 
         def use(start: int, batch: Batch) -> None:
-            self._use_uniform(start, batch, self.options.resolved(pool.first_size))
+            self._use_uniform(start, batch, self.resolved(batch[0]))
 
         pool.grow_together(1, use, "its passes for the folds")
         counted(pool.size)
-        options = self.options.resolved(pool.first_size)
+        options = self.resolved()
         extra = max(0, options.n_input - options.n_curvature)
         wanted = options.n_curvature + extra
         pool.grow_together(wanted, use, "its passes for the folds")
@@ -160,7 +172,7 @@ class _SharedRun:
         outputs: list[tuple[Tensor, Tensor]] = []
 
         def use(start: int, batch: Batch) -> None:
-            options = self.options.resolved(pool.first_size)
+            options = self.resolved(batch[0])
             most = options.n_pool if given is None else options.n_input
             outputs.extend(self._use_scored(start, batch, options, most))
             self.shown.update()
@@ -168,7 +180,7 @@ class _SharedRun:
         work = "its passes for the pool"
         pool.grow_together(1, use, work)
         counted(pool.size)
-        options = self.options.resolved(pool.first_size)
+        options = self.resolved()
         pool.grow_together(options.n_pool if given is None else options.n_input, use, work)
         f = self._in_order(outputs).to(self.data.device)
         if given is None:
@@ -178,11 +190,11 @@ class _SharedRun:
         else:
             scores = given_scores(pool, torch.as_tensor(given))
             order = scores.argsort()
-        K, asked = options.n_folds, self.options.n_curvature
+        K = options.n_folds
         if len(f) < K:
             raise self.too_few(len(f), K)
         self.data.check_seen({"pool": len(f)}, disjoint=True)
-        M = options.n_curvature if asked is not None else min(options.n_curvature, len(scores))
+        M = options.n_curvature if self.options.sized else min(options.n_curvature, len(scores))
         folds = []
         for m in even_parts(M, K):
             generator = self.options.generator

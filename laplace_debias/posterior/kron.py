@@ -216,8 +216,8 @@ def Laplace(
             the eigenbasis of one mini-batch and measures the curvature along it on another.
             ``"crossfit"`` takes the eigenbasis of all data drawn and measures on the folds that
             did not choose it; its options are ``n_folds``, ``sampling="curvature"`` (draw the
-            data that carry curvature), ``n_passes`` or ``n_curvature``, ``n_input``, ``n_pool``,
-            ``scores`` and ``generator``, see
+            data that carry curvature), ``n_passes`` (backward passes) or ``n_curvature`` (data),
+            ``n_input``, ``n_pool``, ``scores`` and ``generator``, see
             :class:`~laplace_debias.debias.options.CrossfitOptions`.
             ``"single"`` uses one mini-batch (or a whole loader) for both, scaled to the training
             set: the biased baseline.
