@@ -10,6 +10,8 @@ is in ``inverse_methods``, those that lost included.
     python -m examples.research.inverse_lab --log-dets            # the same cells, another judge
     python -m examples.research.inverse_lab --nll-gaps            # and another one
     python -m examples.research.inverse_lab --prior-changes       # a prior changed after the fit
+    python -m examples.research.inverse_lab --seconds             # processor time of one thread
+    python -m examples.research.inverse_lab --scores              # recorded while training
     python -m examples.research.inverse_lab --problems All-CNN-C --folder DATA --weights WEIGHTS
 
 Results are kept in ``outputs/inverse_lab``, and a run goes on where it was stopped.
@@ -27,7 +29,7 @@ from statistics import mean, stdev
 
 import torch
 
-from examples.research.inverse_methods import METHODS, auto
+from examples.research.inverse_methods import FEW_FORWARD, METHODS, auto
 from examples.research.inverse_problems import PROBLEMS, InverseProblem, all_cnn_c
 from laplace_debias import posterior_distance
 from laplace_debias.evaluation.sweep import sweep_prior_precision
@@ -94,7 +96,7 @@ def nll(p: InverseProblem, la: DebiasedKronLaplace) -> list[float]:
 def cell(full: Reference, name: str, prior: float, P: int, draw: int) -> dict:
     """Distances of one fit, and what it cost."""
     p, start = full.p, time.process_time()
-    la = METHODS[name](p, prior, P, torch.Generator().manual_seed(1000 * P + draw))
+    la = (METHODS | FEW_FORWARD)[name](p, prior, P, torch.Generator().manual_seed(1000 * P + draw))
     row = {"seconds": time.process_time() - start}
     row |= {"test": posterior_distance(la, full.la, p.x_test)}
     row |= {"far": posterior_distance(la, full.la, p.far)}
@@ -186,11 +188,29 @@ def nll_gaps(p: InverseProblem, rows: list[dict], *, head: bool = True) -> str:
     return "\n".join(lines)
 
 
+def seconds(p: InverseProblem, rows: list[dict], *, head: bool = True) -> str:
+    """Processor seconds of the fits of one thread, and distances on test and far inputs."""
+    lines = []
+    if head:
+        lines += ["| problem | prior precision | method | P | seconds | test | far |"]
+        lines += ["| --- " * 7 + "|"]
+    for prior, P, name in dict.fromkeys((r["prior"], r["P"], r["method"]) for r in rows):
+        which = {"method": name, "prior": prior, "P": P}
+        spent, test, far = (mean(chosen(rows, key, **which)) for key in ("seconds", "test", "far"))
+        cells = f"{LABELS.get(name, name)} | {P} | {spent:.3g} | {test:.4f} | {far:.4f}"
+        lines.append(f"| {p.name} | {prior:g} | {cells} |")
+    return "\n".join(lines)
+
+
 def certificate(
-    p: InverseProblem, draws: int, output: Path, budgets: tuple[int, ...] | None = None
+    p: InverseProblem,
+    draws: int,
+    output: Path,
+    budgets: tuple[int, ...] | None = None,
+    method: str = "auto",
 ) -> str:
     """How often the true distance lies below estimate + 2 errors, and the ratio of the means."""
-    rows = rows_of(p, ["auto"], draws, output, budgets)
+    rows = rows_of(p, [method], draws, output, budgets)
     lines = []
     for prior in p.prior_precisions:
         for P in dict.fromkeys(r["P"] for r in rows):
@@ -233,12 +253,15 @@ def main(argv: list[str] | None = None) -> None:
     )
     names = [*PROBLEMS, "All-CNN-C"]
     parser.add_argument("--problems", nargs="*", choices=names, default=list(PROBLEMS))
-    parser.add_argument("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
+    methods = [*METHODS, *FEW_FORWARD]
+    parser.add_argument("--methods", nargs="*", choices=methods, default=list(METHODS))
     parser.add_argument("--draws", type=int, default=8)
     parser.add_argument("--passes", nargs="*", type=int, help="only these numbers of passes")
     parser.add_argument("--certificate", action="store_true")
     parser.add_argument("--log-dets", action="store_true")
     parser.add_argument("--nll-gaps", action="store_true")
+    parser.add_argument("--seconds", action="store_true")
+    parser.add_argument("--scores", action="store_true")
     parser.add_argument("--prior-changes", action="store_true")
     parser.add_argument("--folder", type=Path, help="holds CIFAR-10 (All-CNN-C)")
     parser.add_argument("--weights", type=Path, help="of All-CNN-C")
@@ -251,15 +274,17 @@ def main(argv: list[str] | None = None) -> None:
         p = made[name]()
         budgets = budgets_of(p, args.passes)
         if args.certificate:
-            print(certificate(p, args.draws, args.output, budgets), flush=True)
+            wanted = list(FEW_FORWARD)[-1] if args.scores else "auto"
+            print(certificate(p, args.draws, args.output, budgets, wanted), flush=True)
         elif args.prior_changes:
             print(prior_changes(p, args.draws), flush=True)
         else:
-            rows = rows_of(p, args.methods, args.draws, args.output, budgets)
-            if args.log_dets or args.nll_gaps:
-                print((log_dets if args.log_dets else nll_gaps)(p, rows, head=not at), flush=True)
-            else:
-                print(table(p, rows), flush=True)
+            wanted = ["auto", *FEW_FORWARD] if args.scores else args.methods
+            rows = rows_of(p, wanted, args.draws, args.output, budgets)
+            judges = {log_dets: args.log_dets, nll_gaps: args.nll_gaps}
+            judges |= {seconds: args.seconds or args.scores}
+            asked = [judge for judge, said in judges.items() if said]
+            print(asked[0](p, rows, head=not at) if asked else table(p, rows), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -228,9 +229,18 @@ def pairs_c(p: InverseProblem, prior: float, P: int, g: torch.Generator) -> Debi
     return with_values(la, fit, values)
 
 
-def auto(p: InverseProblem, prior: float, P: int, g: torch.Generator) -> DebiasedKronLaplace:
-    """The library's own."""
-    la = p.laplace("auto", prior, tolerance=None, n_passes=P, generator=g)
+def auto(
+    p: InverseProblem,
+    prior: float,
+    P: int,
+    g: torch.Generator,
+    n_pool: int | None = None,
+    *,
+    scored: bool = False,
+) -> DebiasedKronLaplace:
+    """The library's own; with fewer forward passes, and with scores of the last training epoch."""
+    options = {"n_pool": n_pool, "scores": p.recorder if scored else None}
+    la = p.laplace("auto", prior, tolerance=None, n_passes=P, generator=g, **options)
     la.fit(p.loader(g))
     return la
 
@@ -249,3 +259,10 @@ METHODS: dict[str, Method] = {
     "pairs + scalar c": pairs_c,
     "auto": auto,
 }
+
+POOL = 256
+FEW_FORWARD: dict[str, Method] = {
+    f"auto, {POOL} forward": partial(auto, n_pool=POOL),
+    f"auto, {POOL} forward, recorded scores": partial(auto, n_pool=POOL, scored=True),
+}
+"""With so few forward passes, does it help to know the scores of all data from training?"""

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from examples.classifiers import PROBLEMS as CLASSIFIERS
 from examples.classifiers import Data, Recipe, digits, shuffled, trained_problem
 from examples.networks import strided_cnn
-from laplace_debias import Laplace, far_inputs, freeze_unsupported
+from laplace_debias import CurvatureRecorder, Laplace, far_inputs, freeze_unsupported
 from laplace_debias.posterior import DebiasedKronLaplace
 
 
@@ -36,6 +36,7 @@ class InverseProblem:
     test: tuple[Tensor, Tensor]  # data that NLLs are of; x_test may lie elsewhere
     sigma_noise: float = 1.0
     batch_size: int = 250
+    recorder: CurvatureRecorder | None = None  # what training has kept
 
     @property
     def far(self) -> Tensor:
@@ -80,7 +81,14 @@ def mlp(*sizes: int, activation: type[nn.Module]) -> nn.Sequential:
 
 
 def trained(
-    model: nn.Module, x: Tensor, y: Tensor, loss: Callable, epochs: int, lr: float, size: int
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    loss: Callable,
+    epochs: int,
+    lr: float,
+    size: int,
+    recorder: CurvatureRecorder | None = None,
 ) -> nn.Module:
     """Train with Adam; double precision, evaluation mode, and what K-FAC cannot hold frozen."""
     optimizer = torch.optim.Adam(model.parameters(), lr)
@@ -88,7 +96,10 @@ def trained(
     for _ in range(epochs):
         for rows in torch.randperm(len(x), generator=shuffle).split(size):
             optimizer.zero_grad()
-            loss(model(x[rows]), y[rows]).backward()
+            f = model(x[rows])
+            if recorder is not None:
+                recorder.update(rows, f)
+            loss(f, y[rows]).backward()
             optimizer.step()
     freeze_unsupported(model)
     return model.double().eval()
@@ -110,31 +121,31 @@ def classifier(name: str, recipe: str, n_test: int = 200) -> InverseProblem:
     chosen = RECIPES[recipe]
     x, y, x_test, y_test = chosen.load(None)
     torch.manual_seed(0)
-    model = trained(
-        chosen.build(),
-        x,
-        y,
-        nn.functional.cross_entropy,
-        chosen.epochs,
-        chosen.lr,
-        chosen.batch_size,
-    )
+    model, recorder = chosen.build(), CurvatureRecorder(len(x))
+    sizes = chosen.epochs, chosen.lr, chosen.batch_size
+    model = trained(model, x, y, nn.functional.cross_entropy, *sizes, recorder)
     test = x_test[:n_test].double(), y_test[:n_test]
     priors = (0.1, 10.0)
-    return InverseProblem(name, model, "classification", x.double(), y, test[0], priors, test)
+    return InverseProblem(
+        name, model, "classification", x.double(), y, test[0], priors, test, recorder=recorder
+    )
 
 
 def all_cnn_c(folder: Path, weights: Path, n: int = 800, n_test: int = 8) -> InverseProblem:
     """All-CNN-C, weights only and in single precision; n images are its training set.
 
-    The NLL is that of 64 test images.
+    The NLL is that of 64 test images; scores are recorded by one pass over the training set.
     """
     sizes = {"train_size": n, "test_size": 64}
     p = trained_problem("cifar10", folder=folder, weights=weights, **sizes)
     (test,) = p.test_loader
-    inputs = p.x, p.y, test[0][:n_test]
+    recorder = CurvatureRecorder(n)
+    with torch.no_grad():
+        for rows in torch.arange(n).split(64):
+            recorder.update(rows, p.model(p.x[rows]))
+    inputs, options = (p.x, p.y, test[0][:n_test]), {"batch_size": 64, "recorder": recorder}
     return InverseProblem(
-        "All-CNN-C", p.model, "classification", *inputs, (10.0,), tuple(test), batch_size=64
+        "All-CNN-C", p.model, "classification", *inputs, (10.0,), tuple(test), **options
     )
 
 

@@ -1,9 +1,12 @@
 """The laboratory of estimators, on a problem of a second."""
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import nn
 
-from examples.research import inverse_crossfit, inverse_lab
+from examples.research import inverse_crossfit, inverse_lab, inverse_problems
 from examples.research.inverse_crossfit import leak
 from examples.research.inverse_lab import (
     certificate,
@@ -11,9 +14,11 @@ from examples.research.inverse_lab import (
     nll_gaps,
     prior_changes,
     rows_of,
+    seconds,
     table,
 )
 from examples.research.inverse_problems import InverseProblem, mlp
+from laplace_debias import CurvatureRecorder, posterior_distance
 
 
 def problem():
@@ -36,7 +41,26 @@ def test_every_method_has_its_distances(tmp_path, monkeypatch):
     assert log_dets(p, rows).count("| made | 1 |") == 2
     gaps = [float(text) for text in nll_gaps(p, rows, head=False).split("|")[3:-1]]
     assert len(gaps) == len(inverse_lab.METHODS) and min(gaps) > 0
+    assert seconds(p, rows).count("| made | 1 |") == 2 * len(inverse_lab.METHODS)
     assert "made" in prior_changes(p, 1)
+
+
+def test_scores_of_training_are_recorded_and_used(tmp_path):
+    p = problem()
+    y = (p.x[:, 0] > 0).long()
+    recorder = CurvatureRecorder(len(y))
+    net = mlp(2, 5, 2, activation=nn.Tanh).double()
+    cross_entropy = nn.functional.cross_entropy
+    net = inverse_problems.trained(net, p.x, y, cross_entropy, 2, 1e-2, 16, recorder)
+    assert recorder.scores.std() > 0  # every datum has its own
+    classes = replace(
+        p, model=net, likelihood="classification", y=y, sigma_noise=1.0, recorder=recorder
+    )
+    flat = replace(classes, recorder=torch.ones(len(y)))
+    scored = partial(inverse_lab.auto, prior=1.0, P=16, n_pool=40, scored=True)
+    fits = [scored(q, g=torch.Generator().manual_seed(0)) for q in (classes, flat)]
+    assert posterior_distance(*fits, p.x_test) > 1e-4  # other draws
+    assert all(la.fit_cost.backward <= 16 for la in fits)
 
 
 def test_parts_of_cross_fitting_without_noise_are_the_full_batch():
