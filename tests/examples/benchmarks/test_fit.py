@@ -16,3 +16,6 @@ def test_bench_fit_writes_its_ratios(tmp_path, capsys):
         content["seconds"]["two-batch, 2 x M/2"] / content["seconds"]["single, M"]
     )
     assert "crossfit, curvature sampling, M" in capsys.readouterr().out
+    off = content["distances"]
+    assert off.keys() == content["seconds"].keys()
+    assert 0 < off["auto, 9 M passes"] < off["single, M"]
