@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 __all__ = ["FitCost", "FitReport", "RowCount", "report_of"]
@@ -120,11 +120,14 @@ class FitReport:
         distance: Estimated distance to the full-batch posterior, ``None`` if it was not estimated.
         standard_error: How far the true distance may be from it, as a standard deviation.
         reason: Why the fit ended.
+        prior_precision: The prior precision during the fit, at which the distance is; ``None``
+            stands for one per block.
 
     Example:
-        >>> print(FitReport("auto", 64, 500, 32, 1000, 500, {"passes": 0.5}, 0.031, 0.01, "done"))
+        >>> known = ({"passes": 0.5}, 0.031, 0.01, "done", 1.0)
+        >>> print(FitReport("auto", 64, 500, 32, 1000, 500, *known))
         auto: 64 backward and 500 forward passes for 1,000 training data, 0.5 s
-        Predictive standard deviations are about 3.1 % off those of a full-batch fit (+- 1.0 %).
+        At prior precision 1 predictive standard deviations are 3.1 % off a full batch's (+- 1.0 %).
         It stopped here: done.
     """
 
@@ -138,14 +141,18 @@ class FitReport:
     distance: float | None = None
     standard_error: float | None = None
     reason: str = "it used the data that it was given"
+    prior_precision: float | None = None
 
     def __str__(self) -> str:
         """Three lines that anybody understands."""
         far = "How far it is from a full-batch fit was not estimated."
         if self.distance is not None and self.standard_error is not None:
+            prior = "the fit's prior precision"
+            if self.prior_precision is not None:
+                prior = f"prior precision {self.prior_precision:g}"
             far = (
-                f"Predictive standard deviations are about {100 * self.distance:.1f} % off those "
-                f"of a full-batch fit (+- {100 * self.standard_error:.1f} %)."
+                f"At {prior} predictive standard deviations are {100 * self.distance:.1f} % off a "
+                f"full batch's (+- {100 * self.standard_error:.1f} %)."
             )
         return (
             f"{self.method}: {self.n_passes:,} backward and {self.n_forward:,} forward passes for "
@@ -154,15 +161,22 @@ class FitReport:
         )
 
 
-def report_of(method: str, cost: Any, n_data: int) -> FitReport:
-    """The report of a method that does not estimate its distance, nor looks for more data.
+def report_of(
+    method: str, cost: Any, n_data: int, prior: Any, made: FitReport | None = None
+) -> FitReport:
+    """The report of a fit, with the prior precision that it was made at.
 
     Args:
         method: Its word.
         cost: Passes and seconds.
         n_data: Number N of training data.
+        prior: Prior precision, a number or a tensor of one or several.
+        made: What the method has reported, if it estimates its distance.
 
     Returns:
-        A report without a distance.
+        That, or a report without a distance.
     """
-    return FitReport(method, cost.backward, cost.forward, 0, n_data, 0, dict(cost.seconds))
+    counts = (cost.backward, cost.forward, 0, n_data, 0, dict(cost.seconds))
+    report = made or FitReport(method, *counts)
+    several = getattr(prior, "numel", lambda: 1)() > 1
+    return replace(report, prior_precision=None if several else float(prior))

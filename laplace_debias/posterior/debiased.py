@@ -120,7 +120,7 @@ class DebiasedPosterior(_Base):
         sampler: How ``fisher="mc"`` draws: ``"trace"``, or ``"label"`` as the textbook.
         generator: Source of all draws of a fit.
         fit_cost: Passes and seconds of the last fit.
-        fit_report: The same in words, with the estimated distance to a full-batch fit.
+        fit_report: The same in words, and how far from a full batch, at the prior of the fit.
         predictive_method: How predictions and sweeps get their moments: ``"exact"``; ``"top"``
             (exact variances of the classes that carry the probability); ``"samples"`` (of the
             weights, through the linearised network); ``"auto"`` (exact, unless that is dear).
@@ -308,8 +308,8 @@ class DebiasedPosterior(_Base):
                 )
                 fitted = method(engine, data, past=past, **watched)
         self.take_over(fitted)
-        self.fit_cost = cost_of_all(engine.cost) if several else engine.cost
-        self.fit_report = fitted.report or report_of(self.debias, self.fit_cost, N)
+        self.fit_cost = cost = cost_of_all(engine.cost) if several else engine.cost
+        self.fit_report = report_of(self.debias, cost, N, self.prior_precision, fitted.report)
         if kept is not None:
             kept.finish()
 

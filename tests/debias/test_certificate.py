@@ -150,8 +150,9 @@ def test_the_error_of_draws_along_a_line_is_not_taken_for_that_of_neighbours():
 
 
 def test_a_report_has_three_lines_and_says_when_it_does_not_know():
-    known = FitReport("auto", 64, 2000, 32, 5000, 2000, {"passes": 1.0}, 0.031, 0.012, "spent")
-    lines = str(known).splitlines()
+    known = ({"passes": 1.0}, 0.031, 0.012, "spent", 0.1)
+    lines = str(FitReport("auto", 64, 2000, 32, 5000, 2000, *known)).splitlines()
     assert len(lines) == 3
     assert "3.1 %" in lines[1] and "1.2 %" in lines[1] and "spent" in lines[2]
+    assert "prior precision 0.1 " in lines[1]
     assert "not estimated" in str(FitReport("single", 64, 64, 0, 5000, 0))
