@@ -69,11 +69,15 @@ class Spectrum(NamedTuple):
     linked: Tensor
     tail: Tensor
 
-    def inflation(self, ridges: Tensor, floor: float) -> Tensor:
-        """The factor c of :func:`laplace_debias.debias.inverse.inverse_inflation`, ``[k]``."""
-        return inverse_inflation(
-            self.rows, self.probabilities, self.lam, ridges, floor, linked=self.linked
-        )
+    def inflation(self, ridges: Tensor) -> Tensor:
+        """The factor c of :func:`laplace_debias.debias.inverse.inverse_inflation`, ``[k]``.
+
+        With fewer rows than dimensions there is none: what is missing is a floor.
+        """
+        if len(self.tail):
+            return torch.ones_like(ridges)
+        drawn = self.rows, self.probabilities
+        return inverse_inflation(*drawn, self.lam, ridges, linked=self.linked)
 
 
 @dataclass
@@ -252,9 +256,10 @@ def corrected_block(
 ) -> EigenFactors:
     r"""A block with eigenvalues made for the inverse, see :mod:`laplace_debias.debias.inverse`.
 
-    A bias: :math:`c \lambda_B + \tau`. A weight: :math:`(\lambda_{B,j} + \tau / c_{\max})\, c_i
-    \lambda_{A,i}`, c of the ridges :math:`\delta / (h \lambda_{A,i})`: a Kronecker product whose
-    floor is :math:`\tau` where the ridge is smallest, and matters little elsewhere.
+    A bias: :math:`c \lambda_B + \tau`. A weight: :math:`(\lambda_{B,j} + \tau)\, c_i
+    \lambda_{A,i}`, c of the ridges :math:`\delta / (h \lambda_{A,i})`. Of both, c and the floor
+    :math:`\tau`, there is but one: c = 1 with fewer rows than dimensions, else no floor, which is
+    made for the smallest of the ridges and matters little where they are larger.
 
     Args:
         output: See :meth:`DrawnFactor.spectrum`.
@@ -271,13 +276,11 @@ def corrected_block(
         return EigenFactors(Q, lam, *(inputs or ()))
     if inputs is None:
         floor = null_floor(output.tail, ridge)
-        return EigenFactors(Q, output.inflation(lam.new_tensor([ridge]), floor) * lam + floor)
+        return EigenFactors(Q, output.inflation(lam.new_tensor([ridge])) * lam + floor)
     Q_A, lam_A = inputs
     least = max(float(lam_A.max()), 1e-300) * 1e-14
     floor = null_floor(output.tail, ridge / max(float(lam_A.max()), least))
-    c = output.inflation(ridge / lam_A.clamp(min=least), floor)
-    lam_B = lam + floor / float(c.max())
-    lam_A = c * lam_A
+    lam_B, lam_A = lam + floor, output.inflation(ridge / lam_A.clamp(min=least)) * lam_A
     if input_rows is not None:
         least = max(float(lam_B.max()), 1e-300) * 1e-14
         lam_B = lam_B * resolvent_inflation(lam_A, ridge / lam_B.clamp(min=least), *input_rows)

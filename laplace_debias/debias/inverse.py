@@ -33,9 +33,9 @@ that c is a number per direction of A: ``kron(B, A)`` becomes a Kronecker produc
 ``c_i lam_A,i`` in place of ``lam_A,i``; and the other way round.
 
 Fewer rows than dimensions. Below the implicit ridge nothing is known of the null space, and no c
-helps. There every direction gets the curvature that the draw shows outside of its own span
-(:func:`null_tail`): what each row has outside the span of the others, as steep as half the rows
-tell.
+exists. There nothing is inflated, and every direction gets the held-out curvature outside of the
+draw's span besides (:func:`null_tail`): what each row has outside the span of the others, as steep
+as half the rows tell.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ def inverse_inflation(
     probabilities: Tensor,
     lam: Tensor,
     ridges: Tensor,
-    floor: float = 0.0,
     *,
     linked: Tensor | None = None,
 ) -> Tensor:
@@ -102,7 +101,6 @@ def inverse_inflation(
         probabilities: Inclusion probabilities ``[n]``, one over the weights.
         lam: Eigenvalues ``[d]`` of the draw's factor.
         ridges: Ridges ``[k]``, positive.
-        floor: Curvature that all directions have besides, see :func:`null_floor`.
         linked: Which draws follow their predecessor here in the draw as well, ``[n - 1]``; all by
             default.
 
@@ -122,14 +120,14 @@ def inverse_inflation(
     both = both if linked is None else both & linked
     leverages = Leverages(rows)
     if len(ridges) <= N_NODES:
-        return _solved(leverages, rare, both, lam, ridges + floor)
+        return _solved(leverages, rare, both, lam, ridges)
     # Far below the least curvature and far above the largest, c no longer changes.
     top = float(lam.max())
     x = ridges.clamp(1e-12 * top, 1e3 * top).log()
     nodes = torch.linspace(float(x.min()), float(x.max()), N_NODES).to(x)
     if float(nodes[-1] - nodes[0]) < 1e-9:
-        return _solved(leverages, rare, both, lam, ridges[:1] + floor).expand(len(ridges))
-    values = _solved(leverages, rare, both, lam, nodes.exp() + floor)
+        return _solved(leverages, rare, both, lam, ridges[:1]).expand(len(ridges))
+    values = _solved(leverages, rare, both, lam, nodes.exp())
     step = nodes[1] - nodes[0]
     left = ((x - nodes[0]) / step).floor().long().clamp(0, N_NODES - 2)
     share = ((x - nodes[left]) / step).clamp(0, 1)
@@ -164,15 +162,13 @@ def null_tail(rows: Tensor) -> Tensor:
 
     Row i lies outside the span of the others by the squared distance
     :math:`e_i = 1 / (G^{-1})_{ii}`, :math:`G = X X^\top`: held-out curvature, in
-    :math:`d - n + 1` directions. Their sum is taken as
+    :math:`d - n + 1` directions, whose sum over the rows,
 
-    .. math:: T = n\, \bar e_n\, (1 - n / d), \qquad
-              \bar e_n = \Bigl(\frac{1}{n} \sum_i \sqrt{e_i}\Bigr)^2,
+    .. math:: T = n\, \bar e_n, \qquad \bar e_n = \frac{1}{n} \sum_i e_i,
 
-    the squared mean distance, because an inverse is off by ratios, and the mean of the squares is
-    the largest of a steep spectrum; times the share of directions that the draw leaves open, so
-    that nothing is left as rows reach the dimension. How steeply the spectrum goes on is told by
-    both halves of the rows: with half as many, rows lie :math:`\bar e_{n/2}` outside. Of a flat
+    is unbiased for the trace of the curvature outside the span of n - 1 of them. How steeply the
+    spectrum goes on is told by both halves of the rows: with half as many, rows lie
+    :math:`\bar e_{n/2}` outside. Of a flat
     spectrum :math:`\bar e_n / \bar e_{n/2}` is :math:`q_0 = (d - n + 1) / (d - n / 2 + 1)`. What
     falls faster falls by :math:`\rho` per direction:
 
@@ -187,27 +183,27 @@ def null_tail(rows: Tensor) -> Tensor:
 
     Example:
         >>> null_tail(torch.eye(4)[:2]), len(null_tail(torch.ones(4, 4)))
-        (tensor([0.3333, 0.3333, 0.3333], dtype=torch.float64), 0)
+        (tensor([0.6667, 0.6667, 0.6667], dtype=torch.float64), 0)
     """
     n, d = rows.shape
     if n >= d or n == 0:
         return rows.new_zeros(0, dtype=torch.float64)
     X = rows.double()
-    outside = float(_distances(X).mean()) ** 2
+    outside = float(_distances(X).mean())
     ratio, flat = 1.0, (d - n + 1) / (d - n / 2 + 1)
     if n > 1:
-        before = float(torch.cat([_distances(X[0::2]), _distances(X[1::2])]).mean()) ** 2
+        before = float(torch.cat([_distances(X[0::2]), _distances(X[1::2])]).mean())
         ratio = max(min(1.0, outside / max(before * flat, 1e-300)), 1e-12)
     directions = torch.arange(d - n + 1, dtype=torch.float64, device=X.device)
     shape = (math.log(ratio) * 2 / n * directions).exp()
-    return n * outside * (1 - n / d) * shape / shape.sum()
+    return n * outside * shape / shape.sum()
 
 
 def _distances(X: Tensor) -> Tensor:
-    """Distance of each row to the span of the others."""
+    """Squared distance of each row to the span of the others."""
     lam, U = torch.linalg.eigh(X @ X.T)
     inverse: Tensor = U.square() @ (1 / lam.clamp(min=max(float(lam[-1]), 1e-300) * 1e-12))
-    return inverse.rsqrt()
+    return inverse.reciprocal()
 
 
 def null_floor(tail: Tensor, ridge: float) -> float:

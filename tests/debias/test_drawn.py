@@ -1,5 +1,7 @@
 """Rounds of draws: unbiased, in groups, and exact when everything was drawn."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -81,21 +83,23 @@ def test_a_block_without_correction_is_the_plain_one():
     torch.testing.assert_close(dense, 2 * factor.sums.mean(0))
 
 
-def test_a_corrected_bias_is_a_multiple_of_the_plain_one_and_a_floor():
+def test_a_corrected_block_is_inflated_or_has_a_floor():
     factor, drawn = run((12,), torch.Generator().manual_seed(0))
     spectrum = factor.spectrum(drawn, range(4), 100.0)
-    block = corrected_block(spectrum, None, 1e-3)
-    floor = null_floor(spectrum.tail, 1e-3)
+    ridge = torch.tensor([1e-3], dtype=torch.float64)
     c = inverse_inflation(
-        spectrum.rows,
-        spectrum.probabilities,
-        spectrum.lam,
-        torch.tensor([1e-3], dtype=torch.float64),
-        floor,
-        linked=spectrum.linked,
+        spectrum.rows, spectrum.probabilities, spectrum.lam, ridge, linked=spectrum.linked
     )
-    assert float(c) > 1.1
-    torch.testing.assert_close(block.lam_B, float(c) * spectrum.lam + floor)
+    assert float(c) > 1.1 and not len(spectrum.tail)  # more draws than dimensions
+    block = corrected_block(spectrum, None, 1e-3)
+    torch.testing.assert_close(block.lam_B, float(c) * spectrum.lam)
+    few = replace(spectrum, tail=torch.tensor([4.0, 1.0], dtype=torch.float64))
+    floor = null_floor(few.tail, 1e-3)
+    torch.testing.assert_close(corrected_block(few, None, 1e-3).lam_B, few.lam + floor)
+    Q_A, lam_A = torch.eye(2).double(), torch.tensor([2.0, 1.0]).double()
+    block = corrected_block(few, (Q_A, lam_A), 2e-3)  # the floor of the largest of A
+    torch.testing.assert_close(block.lam_B, few.lam + floor)
+    torch.testing.assert_close(block.lam_A, lam_A)
 
 
 def test_corrections_do_not_depend_on_the_scale_of_the_inputs():
