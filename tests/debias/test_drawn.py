@@ -1,7 +1,5 @@
 """Rounds of draws: unbiased, in groups, and exact when everything was drawn."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -93,7 +91,7 @@ def test_a_corrected_block_is_inflated_or_has_a_floor():
     assert float(c) > 1.1 and not len(spectrum.tail)  # more draws than dimensions
     block = corrected_block(spectrum, None, 1e-3)
     torch.testing.assert_close(block.lam_B, float(c) * spectrum.lam)
-    few = replace(spectrum, tail=torch.tensor([4.0, 1.0], dtype=torch.float64))
+    few = spectrum._replace(tail=torch.tensor([4.0, 1.0], dtype=torch.float64))
     floor = null_floor(few.tail, 1e-3)
     torch.testing.assert_close(corrected_block(few, None, 1e-3).lam_B, few.lam + floor)
     Q_A, lam_A = torch.eye(2).double(), torch.tensor([2.0, 1.0]).double()

@@ -153,7 +153,7 @@ def test_the_floor_is_a_geometric_mean_that_knows_the_ridge():
     assert null_floor(tail, 1e6) == pytest.approx(1.75, rel=1e-3)
 
 
-@pytest.mark.parametrize("steep", [0.0, 0.02, 0.1, 0.3])
+@pytest.mark.parametrize("steep", [0.0, 0.02, 0.1])
 def test_inverses_of_few_rows_need_a_floor_and_no_inflation(steep):
     """Decades per direction: 10 rows of 30 dimensions, 100 draws, variances of rows to come."""
     d, n, ridge = 30, 10, 1e-3
@@ -163,7 +163,7 @@ def test_inverses_of_few_rows_need_a_floor_and_no_inflation(steep):
     def rows(m):
         return torch.randn(m, d, generator=generator, dtype=torch.float64) * spectrum.sqrt()
 
-    off = {"single": 0.0, "even floor": 0.0, "floor": 0.0, "floor and c": 0.0}
+    off = {"single": 0.0, "floor": 0.0, "floor and c": 0.0}
     for _ in range(100):
         X, new = rows(n) / n**0.5, rows(20)
         lam, Q = torch.linalg.eigh(X.T @ X)
@@ -173,14 +173,12 @@ def test_inverses_of_few_rows_need_a_floor_and_no_inflation(steep):
         c = inverse_inflation(
             (X @ Q)[:, None], torch.full((n,), 1e-9), lam, lam.new_tensor([ridge + floor])
         )
-        made = (lam, lam + tail.mean(), lam + floor, c * lam + floor)
+        made = (lam, lam + floor, c * lam + floor)
         for name, values in zip(off, made, strict=True):
             variances = (x / (values + ridge)).sum(1)
             off[name] += float((variances.log() - truth).abs().mean()) / 200
-    assert off["floor"] < 0.3
-    assert off["floor"] < (0.15 if steep < 0.3 else 0.8) * off["single"]
-    assert off["floor"] < 0.85 * off["floor and c"]
-    assert off["floor"] < (1.1 if steep < 0.3 else 0.7) * off["even floor"]
+    assert off["floor"] < 0.2 and off["single"] > 1.5
+    assert off["floor"] < 0.75 * off["floor and c"]
 
 
 def test_without_curvature_nothing_is_inflated():
