@@ -1,13 +1,14 @@
 r"""How far a fit is from the full-batch posterior, as far as its own draws tell.
 
-The distance is the mean, over inputs and directions of the output, of the absolute log ratio of the
-predictive standard deviations to the full batch's: 0.05 is 5 % off. A linearised network has
+The distance is the mean, over inputs and outputs, of the absolute log ratio of the predictive
+standard deviations to the full batch's: 0.05 is 5 % off. A linearised network has
 
 .. math:: \sigma^2 \propto \sum_l \sum_{ji}
           \frac{(Q_B^\top J_l\, Q_A)_{ji}^2}{\lambda_{B,j} \lambda_{A,i} + \delta_l / h}
 
-with :math:`J_l` the gradient of one direction of the output. A few probe inputs, each in one random
-direction, stand for all.
+with :math:`J_l` the gradient of one output. A few probe inputs, each with one random output, stand
+for all; other directions would tell of another distance, as all logits share a part that hardly
+depends on the draw.
 
 Draws come in four independent groups. The three ways to split them into halves give three
 posteriors against three others: half their difference varies as the error of the whole does

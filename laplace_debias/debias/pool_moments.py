@@ -264,7 +264,7 @@ class PoolMoments:
         return found
 
     def probes(self, key: Keys = "input_ids", limit: float = MOST_PROBES) -> tuple[Inputs, Tensor]:
-        """A few inputs of the pool, as many far ones, and a direction of the output for each.
+        """A few inputs of the pool, as many far ones, and a random output of the network for each.
 
         Far inputs are Gaussian, with the pool's mean and twice its standard deviation per feature;
         there are none for mappings and for inputs that are not floating point numbers.
@@ -274,7 +274,8 @@ class PoolMoments:
             limit: Most inputs of the pool.
 
         Returns:
-            Inputs and directions ``[n, C]``, from a seed of their own.
+            Inputs and directions ``[n, C]``, one output each and all equally often, from a seed of
+            their own.
         """
         assert self._first is not None  # a mini-batch was added
         n_params = sum(p.numel() for p in self.engine.root.parameters() if p.requires_grad)
@@ -291,6 +292,6 @@ class PoolMoments:
             deviation = (self._sums[1] / self.size - mean.square()).clamp(min=0).sqrt()
             noise = torch.randn(X.shape, generator=generator, dtype=torch.float64).to(X.device)
             X = concatenate([X, (mean + 2 * deviation * noise).to(X)], key)
-        C = self.outputs.shape[1]
-        directions = torch.randn(size_of(X, key), C, generator=generator, dtype=torch.float64)
-        return X, torch.nn.functional.normalize(directions, dim=1).to(self.outputs)
+        n, C = size_of(X, key), self.outputs.shape[1]
+        turns = [torch.randperm(C, generator=generator) for _ in range(-(-n // C))]
+        return X, torch.eye(C)[torch.cat(turns)[:n]].to(self.outputs)
