@@ -294,4 +294,4 @@ class PoolMoments:
             X = concatenate([X, (mean + 2 * deviation * noise).to(X)], key)
         n, C = size_of(X, key), self.outputs.shape[1]
         turns = [torch.randperm(C, generator=generator) for _ in range(-(-n // C))]
-        return X, torch.eye(C)[torch.cat(turns)[:n]].to(self.outputs)
+        return X, torch.nn.functional.one_hot(torch.cat(turns)[:n], C).to(self.outputs)
