@@ -289,5 +289,5 @@ class _Run:
         return ValueError(
             f"Expected at least {wanted} data for {self.options.n_folds} folds (by default one "
             f"mini-batch each), got {got} from the loader. Remedy: pass a loader with more "
-            "mini-batches, a smaller `n_curvature`, `n_input` or `n_folds`."
+            "mini-batches, or smaller `n_passes`, `n_curvature`, `n_input` or `n_folds`."
         )

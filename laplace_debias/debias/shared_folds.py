@@ -294,5 +294,5 @@ class _SharedRun:
         return ValueError(
             f"Expected at least {wanted} data for {self.options.n_folds} folds (by default one "
             f"mini-batch each), got {got} from the loaders of all processes. Remedy: pass loaders "
-            "with more mini-batches, a smaller `n_curvature`, `n_input` or `n_folds`."
+            "with more mini-batches, or smaller `n_passes`, `n_curvature`, `n_input` or `n_folds`."
         )
