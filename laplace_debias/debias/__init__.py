@@ -15,12 +15,7 @@ from laplace_debias.debias.expected_bias import (
 from laplace_debias.debias.few_rows import crossfit_rows, few_rows_from
 from laplace_debias.debias.fold_blocks import crossfit_kron
 from laplace_debias.debias.folds import crossfit_factor, isotonic
-from laplace_debias.debias.inverse import (
-    inverse_inflation,
-    null_floor,
-    null_tail,
-    resolvent_inflation,
-)
+from laplace_debias.debias.inverse import inverse_inflation, resolvent_inflation
 from laplace_debias.debias.options import AutoOptions, CrossfitOptions
 from laplace_debias.debias.pairs import draw_pairs, pair_scores
 from laplace_debias.debias.sampling import (
@@ -30,6 +25,7 @@ from laplace_debias.debias.sampling import (
     draw_weighted,
     even_parts,
 )
+from laplace_debias.debias.span import null_floor, null_tail, outside_span, span_of
 from laplace_debias.debias.spectrum import FitResult, decompose, reevaluate
 from laplace_debias.debias.two_batch import fit_factors, fit_single, fit_two_batch
 from laplace_debias.kfac.counts import FitReport
@@ -72,7 +68,9 @@ __all__ = [
     "null_floor",
     "null_tail",
     "null_tolerance",
+    "outside_span",
     "pair_scores",
     "reevaluate",
     "resolvent_inflation",
+    "span_of",
 ]

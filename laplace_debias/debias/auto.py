@@ -24,7 +24,8 @@ from laplace_debias.data.loaders import bar, is_main
 from laplace_debias.data.processes import from_main, processes, total
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.certificate import (
-    SPLITS,
+    TILTED,
+    errors_and_bias,
     estimated_distance,
     evenly_split,
     input_noise,
@@ -32,8 +33,8 @@ from laplace_debias.debias.certificate import (
     probe_gradients,
 )
 from laplace_debias.debias.checkpoint import Checkpoint
-from laplace_debias.debias.drawn import Spectrum, corrected_block
-from laplace_debias.debias.drawn_rows import N_GROUPS
+from laplace_debias.debias.corrected import Spectrum, corrected_block
+from laplace_debias.debias.drawn_rows import ALIKE
 from laplace_debias.debias.eigen import EigenFactors, eigh_float64
 from laplace_debias.debias.kept_rounds import KeptRounds
 from laplace_debias.debias.options import AutoOptions
@@ -198,13 +199,13 @@ class _Fit:
             )
         return short
 
-    def blocks(self, groups: tuple[int, ...] = tuple(range(N_GROUPS))) -> list[EigenFactors]:
-        """The posterior's curvature from some of the groups."""
+    def blocks(self, counts: tuple[float, ...] = ALIKE) -> list[EigenFactors]:
+        """The posterior's curvature, each group of draws counted so often."""
         rounds, moments = self.rounds, self.rounds.moments
         N, n = rounds.data.n_data, rounds.pool.size
         with self.engine.cost.stage("decompositions"):
             pairs = eigh_shared(
-                [factor.estimate(groups, rounds.scale) for factor in rounds.factors],
+                [factor.estimate(rounds.scale, counts) for factor in rounds.factors],
                 ["B"] * len(rounds.factors),
             )
             of_key = {f.key: (f, pair) for f, pair in zip(rounds.factors, pairs, strict=True)}
@@ -216,7 +217,7 @@ class _Fit:
                     if spectrum is None or spectrum[0] != key:
                         factor, pair = of_key[key]
                         spectrum = None
-                        spectrum = key, factor.spectrum(rounds.drawn, groups, rounds.scale, pair)
+                        spectrum = key, factor.spectrum(rounds.drawn, rounds.scale, counts, pair)
                     drawn_A = not rounds.whole and moments.one_row[i]
                     block = corrected_block(
                         spectrum[1],
@@ -242,18 +243,15 @@ class _Fit:
         with self.engine.cost.stage("certificate"):
             J, ridges = self._rotated_probes(), self.ridges.to(moments.outputs.device)
             theta = log_deviations(blocks, J, ridges)
-        halves = [h for split in SPLITS for h in split] if rounds.factors else []
-        of_halves = [log_deviations(self.blocks(h), J, ridges) for h in halves]  # one at a time
+        counts = TILTED if rounds.factors else ()
+        tilted = [log_deviations(self.blocks(c), J, ridges) for c in counts]  # one at a time
         with self.engine.cost.stage("certificate"):
             errors, bias = theta.new_zeros(0, len(theta)), torch.zeros_like(theta)
-            if halves:
-                others = torch.stack(of_halves)
+            if tilted:
+                found = errors_and_bias(theta, torch.stack(tilted), corrected=self.correct)
+                errors, bias = evenly_split(found[0]), found[1]
                 rarity = 1.0 if rounds.stale is not None else rounds.drawn.rarity(rounds.scale)
-                errors = evenly_split((others[0::2] - others[1::2]) / 2)
-                errors = errors * (rarity / len(SPLITS)) ** 0.5
-                # The correction has removed what falls as 1 / n. The rest falls as 1 / n^2: halves
-                # have four times as much of it.
-                bias = (others.mean(0) - theta) / (3.0 if self.correct else 1.0)
+                errors = errors * (rarity / len(errors)) ** 0.5
             deltas = moments.halves(rounds.data.n_data)
             if any(delta is not None for delta in deltas):
                 errors = torch.cat([errors, input_noise(blocks, deltas, J, ridges)[None]])

@@ -10,12 +10,17 @@ with :math:`J_l` the gradient of one output. A few probe inputs, each with one r
 for all; other directions would tell of another distance, as all logits share a part that hardly
 depends on the draw.
 
-Draws come in four independent groups. The three ways to split them into halves give three
-posteriors against three others: half their difference varies as the error of the whole does
+Draws come in four independent groups, with three ways to split them into halves. A half counts
+:math:`1 + \epsilon` times, the other :math:`1 - \epsilon` times, and the other way round: six
+posteriors, in pairs. Their difference over :math:`2 \epsilon` varies as the error of the whole does
 (variance), but for what drawing without replacement saves, and what evenly spread draws save where
-neighbours are alike (:func:`evenly_split`). The mean of the halves differs from
-the whole by three times the whole's bias, if the correction for the inverse leaves what falls as
-:math:`1 / n^2` (bias). Three splits know a standard deviation badly, and too small on average: by
+neighbours are alike (:func:`evenly_split`). Weights like these vary by :math:`\epsilon^2`, so that
+what falls as :math:`1 / n` is :math:`1 + \epsilon^2` times as large; the mean of the six differs
+from the whole by :math:`(1 + \epsilon^2)^2 - 1` times the whole's bias, if the correction for the
+inverse leaves what falls as :math:`1 / n^2` (bias). With :math:`\epsilon = 1` these are the halves
+themselves, which may have fewer draws than dimensions where the whole has not, and then err far
+more; with less, they span what the whole spans. Three splits know a standard deviation badly, and
+too small on average: by
 :math:`c_4 = \sqrt{2/3}\, \Gamma(2) / \Gamma(3/2)` of three degrees of freedom. The estimate divides
 by it, its own standard error is that of Student's t with three degrees of freedom.
 """
@@ -37,7 +42,8 @@ from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import check_outputs
 
 __all__ = [
-    "SPLITS",
+    "TILTED",
+    "errors_and_bias",
     "estimated_distance",
     "evenly_split",
     "input_noise",
@@ -47,6 +53,14 @@ __all__ = [
 
 SPLITS = (((0, 2), (1, 3)), ((0, 1), (2, 3)), ((0, 3), (1, 2)))
 """Ways to split four groups, dealt in turn, into halves; those of the first are evenly spread."""
+TILT = 0.95
+"""How much more often than once a half counts, and the other less often."""
+TILTED = tuple(
+    tuple(1 + TILT if group in half else 1 - TILT for group in range(4))
+    for split in SPLITS
+    for half in split
+)
+"""How often each group counts, for both halves of each split in turn."""
 N_FREE = 3
 """Degrees of freedom of the variance that three splits of four groups show."""
 CERTAIN_RATIO = 3.0
@@ -153,6 +167,36 @@ def input_noise(
         X = (X * block.lam_B.double().sqrt()[:, None]).to(J)
         change += (X @ (Q.T @ delta.to(J) @ Q) * X).sum((1, 2)).double()
     return -0.5 * change / (2 * log_deviations(blocks, gradients, ridges)).exp()
+
+
+def errors_and_bias(
+    theta: Tensor, tilted: Tensor, tilt: float = TILT, *, corrected: bool = True
+) -> tuple[Tensor, Tensor]:
+    r"""What posteriors of tilted draws say of the whole's.
+
+    .. math:: e_s = \frac{\theta_s^+ - \theta_s^-}{2 \epsilon}, \qquad
+              b = \frac{\bar\theta^\pm - \theta}{(1 + \epsilon^2)^p - 1}
+
+    for an error of the whole that falls as :math:`1 / n^p`: p = 2 with eigenvalues corrected for
+    the inverse, else 1.
+
+    Args:
+        theta: Log deviations of the whole at n probes, ``[n]``.
+        tilted: Those with the counts :data:`TILTED`, ``[6, n]``.
+        tilt: The :math:`\epsilon` of these counts.
+        corrected: Whether eigenvalues were corrected for the inverse.
+
+    Returns:
+        Errors ``[3, n]``, of one standard deviation of the whole each, and the bias ``[n]``.
+
+    Example:
+        >>> theta, tilted = torch.zeros(1), torch.tensor([[0.3], [-0.1]] * 3)
+        >>> errors, bias = errors_and_bias(theta, tilted, 1.0)
+        >>> errors.flatten().tolist(), bias.tolist()  # a half, a third
+        ([0.20..., 0.20..., 0.20...], [0.0333...])
+    """
+    grown = (1 + tilt**2) ** (2 if corrected else 1) - 1
+    return (tilted[0::2] - tilted[1::2]) / (2 * tilt), (tilted.mean(0) - theta) / grown
 
 
 def evenly_split(errors: Tensor) -> Tensor:

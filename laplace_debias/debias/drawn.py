@@ -15,14 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from laplace_debias.data.processes import processes
+from laplace_debias.debias.corrected import Spectrum
 from laplace_debias.debias.drawn_rows import (
+    ALIKE,
     N_GROUPS,
     RUN,
     DrawnRows,
@@ -32,52 +33,17 @@ from laplace_debias.debias.drawn_rows import (
     numbers_of,
     thinned,
 )
-from laplace_debias.debias.eigen import EigenFactors, eigh_float64
-from laplace_debias.debias.inverse import (
-    inverse_inflation,
-    null_floor,
-    null_tail,
-    resolvent_inflation,
-)
+from laplace_debias.debias.eigen import eigh_float64
 from laplace_debias.debias.leverages import BlockGrams
+from laplace_debias.debias.span import Span, null_tail, span_of
 from laplace_debias.network.ownership import RowsKey
 
-__all__ = ["DrawnFactor", "Spectrum", "corrected_block"]
+__all__ = ["DrawnFactor"]
 
 MOST_NUMBERS = 2**20
 """Most numbers of gradient rows that are kept per layer: beyond, those of a part of the draws."""
 MOST_BLOCK_NUMBERS = 2**19
 """The same for layers with several rows per datum, whose correction is small and costs more."""
-
-
-class Spectrum(NamedTuple):
-    """An output factor in its eigenbasis, and what the correction for the inverse needs.
-
-    Attributes:
-        Q: Eigenvectors in columns.
-        lam: Eigenvalues ``[d]``.
-        rows: Weighted rows ``[m, r, d]`` of draws in that basis, or their blocks.
-        probabilities: Their inclusion probabilities, ``[m]``.
-        linked: Which of them follow their predecessor in the draw, ``[m - 1]``.
-        tail: Curvatures of the null space, see :func:`laplace_debias.debias.inverse.null_tail`.
-    """
-
-    Q: Tensor
-    lam: Tensor
-    rows: Tensor | BlockGrams
-    probabilities: Tensor
-    linked: Tensor
-    tail: Tensor
-
-    def inflation(self, ridges: Tensor) -> Tensor:
-        """The factor c of :func:`laplace_debias.debias.inverse.inverse_inflation`, ``[k]``.
-
-        With fewer rows than dimensions there is none: what is missing is a floor.
-        """
-        if len(self.tail):
-            return torch.ones_like(ridges)
-        drawn = self.rows, self.probabilities
-        return inverse_inflation(*drawn, self.lam, ridges, linked=self.linked)
 
 
 @dataclass
@@ -103,6 +69,7 @@ class DrawnFactor:
     _new: Tensor | None = None
     _new_known: Tensor | None = None
     _new_rows: list[KeptRows] = field(default_factory=list)
+    _span: tuple[int, Span] | None = None  # of so many draws
 
     def add(
         self, rows: Tensor, weights: Tensor, groups: Tensor, at: Tensor, first: int, n: int
@@ -180,108 +147,72 @@ class DrawnFactor:
             self._new_known = self.known + self._new_known
         self.sums, self.known, self._new, self._new_known = new, self._new_known, None, None
 
-    def estimate(self, groups: Sequence[int], scale: float) -> Tensor:
-        """Some groups' estimate of the sum over N data, ``[d, d]``.
+    def estimate(self, scale: float, counts: Sequence[float] = ALIKE) -> Tensor:
+        """Estimate of the sum over N data, ``[d, d]``.
 
         Args:
-            groups: Which groups.
             scale: N over the number of data in the pool.
+            counts: How often each group counts, of mean 1.
 
         Returns:
             B, in float64.
         """
         assert self.sums is not None  # a round has been closed
-        return self.sums[list(groups)].mean(0) * scale
+        return (self.sums * self.sums.new_tensor(counts)[:, None, None]).mean(0) * scale
 
     def spectrum(
         self,
         drawn: DrawnRows,
-        groups: Sequence[int],
         scale: float,
+        counts: Sequence[float] = ALIKE,
         pair: tuple[Tensor, Tensor] | None = None,
     ) -> Spectrum:
-        """Eigenbasis of some groups' estimate, and what the correction for the inverse needs.
+        """Eigenbasis of an estimate, and what the correction for the inverse needs.
 
         Args:
             drawn: Weights and groups of all draws.
-            groups: Which groups.
             scale: N over the number of data in the pool.
+            counts: How often each group counts, of mean 1.
             pair: Eigenvalues and eigenvectors of :meth:`estimate`, if they are known.
 
         Returns:
             The spectrum.
         """
-        lam, Q = pair if pair is not None else eigh_float64(self.estimate(groups, scale), "B")
-        chosen, weights = drawn.of(groups)
+        lam, Q = pair if pair is not None else eigh_float64(self.estimate(scale, counts), "B")
         as_blocks = any(isinstance(rows, BlockGrams) for rows, _ in self.rows)
         longest = max(numbers_of(rows).shape[1] for rows, _ in self.rows)  # sequences may differ
         parts, numbers = [], []
         for rows, at in self.rows:
-            keep = chosen[at]
-            kept = numbers_of(rows)[keep.to(Q.device)].double()
+            kept = numbers_of(rows).double()
             if as_blocks:
                 parts.append(kept.mT @ kept if isinstance(rows, Tensor) else kept)
             else:  # rows of zeros change nothing
                 parts.append(F.pad(kept, (0, 0, 0, longest - kept.shape[1])))
-            numbers.append(at[keep])
+            numbers.append(at)
         at, order = torch.cat(numbers).sort()  # the order of the draw
-        w = (scale * weights[at]).to(Q.device)
-        X = torch.cat(parts)[order.to(Q.device)] * w.sqrt()[:, None, None]
-        whole = len(at) == int(chosen.sum())
+        base, weights = drawn.weights[at].to(Q.device), drawn.weighted(counts)[at].to(Q.device)
+        R, w = torch.cat(parts)[order.to(Q.device)], scale * weights
+        whole = len(at) == len(drawn.weights)
         runs = torch.zeros_like(at) if whole else at // RUN
-        more = (1 / w).clamp(max=1.0), (runs[1:] == runs[:-1]).to(Q.device)
+        lam, often = lam.clamp(min=0), drawn.counts(counts)[at].to(w)
+        more = (1 / w).clamp(max=1.0), (runs[1:] == runs[:-1]).to(Q.device), often
+        alone, tail = torch.zeros_like(w), lam.new_zeros(0)
         if as_blocks:
-            blocks = Q.T @ (X * w.sqrt()[:, None, None]) @ Q
-            return Spectrum(Q, lam.clamp(min=0), BlockGrams(blocks), *more, lam.new_zeros(0))
-        tail = lam.new_zeros(0)
-        if whole and bool((more[0] < 1).any()):  # the full batch foretells nothing
-            flat = X.flatten(0, 1)
-            tail = null_tail(flat[flat.any(1)])  # no rows of data that do not reach the layer
-        return Spectrum(Q, lam.clamp(min=0), X @ Q, *more, tail)
+            blocks = Q.T @ (R * w[:, None, None]) @ Q
+            return Spectrum(Q, lam, BlockGrams(blocks), *more, alone, tail)
+        if whole:
+            reached = R.any(2)  # no rows of data that do not reach the layer
+            owner = reached.nonzero()[:, 0]
+            if self._span is None or self._span[0] != len(at):
+                self._span = len(at), span_of(R[reached] * base[owner].sqrt()[:, None])
+            span = self._span[1]
+            alone.index_add_(0, owner, (span.outside > 0).to(w))
+            alone /= reached.sum(1).clamp(min=1)
+            tail = null_tail(span, R.shape[2], (1 - more[0])[owner], (w / base)[owner])
+        return Spectrum(Q, lam, R * w.sqrt()[:, None, None] @ Q, *more, alone, tail)
 
 
 def _gram(rows: Tensor) -> Tensor:
     """Sum over draws and rows of ``g g^T``, in float64."""
     flat = rows.flatten(0, 1)
     return (flat.T @ flat).double()
-
-
-def corrected_block(
-    output: Spectrum,
-    inputs: tuple[Tensor, Tensor] | None,
-    ridge: float,
-    *,
-    correct: bool = True,
-    input_rows: tuple[float, float] | None = None,
-) -> EigenFactors:
-    r"""A block with eigenvalues made for the inverse, see :mod:`laplace_debias.debias.inverse`.
-
-    A bias: :math:`c \lambda_B + \tau`. A weight: :math:`(\lambda_{B,j} + \tau)\, c_i
-    \lambda_{A,i}`, c of the ridges :math:`\delta / (h \lambda_{A,i})`. Of both, c and the floor
-    :math:`\tau`, there is but one: c = 1 with fewer rows than dimensions, else no floor, which is
-    made for the smallest of the ridges and matters little where they are larger.
-
-    Args:
-        output: See :meth:`DrawnFactor.spectrum`.
-        inputs: Eigenvectors and eigenvalues of A, ``None`` for a bias.
-        ridge: Prior precision over the Hessian factor.
-        correct: Whether to correct at all.
-        input_rows: Numbers n and N of the rows behind A, if it is drawn as well, one row a datum.
-
-    Returns:
-        The block.
-    """
-    Q, lam = output.Q, output.lam
-    if not correct:
-        return EigenFactors(Q, lam, *(inputs or ()))
-    if inputs is None:
-        floor = null_floor(output.tail, ridge)
-        return EigenFactors(Q, output.inflation(lam.new_tensor([ridge])) * lam + floor)
-    Q_A, lam_A = inputs
-    least = max(float(lam_A.max()), 1e-300) * 1e-14
-    floor = null_floor(output.tail, ridge / max(float(lam_A.max()), least))
-    lam_B, lam_A = lam + floor, output.inflation(ridge / lam_A.clamp(min=least)) * lam_A
-    if input_rows is not None:
-        least = max(float(lam_B.max()), 1e-300) * 1e-14
-        lam_B = lam_B * resolvent_inflation(lam_A, ridge / lam_B.clamp(min=least), *input_rows)
-    return EigenFactors(Q, lam_B, Q_A, lam_A)

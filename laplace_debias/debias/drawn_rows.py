@@ -13,6 +13,7 @@ from torch import Tensor
 from laplace_debias.debias.leverages import BlockGrams
 
 __all__ = [
+    "ALIKE",
     "N_GROUPS",
     "RUN",
     "DrawnRows",
@@ -25,6 +26,8 @@ __all__ = [
 ]
 
 N_GROUPS = 4
+ALIKE = (1.0,) * N_GROUPS
+"""All groups count once."""
 RUN = 2 * N_GROUPS
 """A part of the draws is kept in runs: neighbours stay neighbours, also within half the groups."""
 KeptRows = tuple[Tensor | BlockGrams, Tensor]
@@ -77,8 +80,8 @@ class DrawnRows:
     Example:
         >>> rows = DrawnRows()
         >>> rows.add(torch.tensor([0.5, 1.0]), torch.tensor([0, -1]), share=1.0, growth=1.0)
-        >>> rows.weights, rows.of([0])[1], rows.of([1])[1]
-        (tensor([2., 1.]), tensor([8., 1.]), tensor([0., 1.]))
+        >>> rows.weights, rows.counts((1.5, 0.5, 0.5, 1.5))
+        (tensor([2., 1.]), tensor([1.5000, 1.0000]))
     """
 
     drawn: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -128,13 +131,21 @@ class DrawnRows:
             return 0.0
         return float((1 - 1 / (scale * self.weights[free])).clamp(min=0).mean())
 
-    def of(self, groups: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Which draws count in the estimate of some groups, and their weights there."""
-        scale = (self.groups < 0).to(self.drawn)
-        for group in groups:
-            scale[self.groups == group] = N_GROUPS / len(groups)
-        weights = scale * self.drawn + self.known
-        return weights > 0, weights
+    def counts(self, counts: Sequence[float]) -> Tensor:
+        """How often each draw counts if its group does so often; certain ones count once.
+
+        Args:
+            counts: How often each group counts, of mean 1.
+
+        Returns:
+            The counts, ``[m]``.
+        """
+        of_group = torch.tensor([*counts, 1.0], dtype=self.drawn.dtype)
+        return of_group[self.groups]  # -1 is the last
+
+    def weighted(self, counts: Sequence[float]) -> Tensor:
+        """Weight of each draw in the estimate if groups count so often, ``[m]``."""
+        return self.counts(counts) * self.drawn + self.known
 
 
 def in_runs(at: Tensor, n: int, most: int) -> Tensor:

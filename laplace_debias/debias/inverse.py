@@ -32,22 +32,21 @@ In a block ``kron(B, A) + delta`` the ridge of B along A's i-th direction is ``d
 that c is a number per direction of A: ``kron(B, A)`` becomes a Kronecker product again, with
 ``c_i lam_A,i`` in place of ``lam_A,i``; and the other way round.
 
-Fewer rows than dimensions. Below the implicit ridge nothing is known of the null space, and no c
-exists. There nothing is inflated, and every direction gets the held-out curvature outside of the
-draw's span besides (:func:`null_tail`): what each row has outside the span of the others, as steep
-as half the rows tell.
+Rows that are alone in a direction (all, where there are fewer rows than dimensions) have the
+leverage 1 without a ridge, and say nothing about the others: they do not count in the mean. What
+they tell of is the curvature outside the draw's span, :mod:`laplace_debias.debias.span`.
 """
 
 from __future__ import annotations
 
-import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from laplace_debias.debias.leverages import BlockGrams, Leverages
 
-__all__ = ["inverse_inflation", "null_floor", "null_tail", "resolvent_inflation"]
+__all__ = ["inverse_inflation", "resolvent_inflation"]
 
 MOST_LEVERAGE = 0.98
 """Leverages are cut off here: a row that is nearly alone in its direction says nothing about it."""
@@ -91,6 +90,8 @@ def inverse_inflation(
     ridges: Tensor,
     *,
     linked: Tensor | None = None,
+    counts: Tensor | None = None,
+    alone: Tensor | None = None,
 ) -> Tensor:
     """The factor c of a weighted draw, for each of several ridges.
 
@@ -103,6 +104,10 @@ def inverse_inflation(
         ridges: Ridges ``[k]``, positive.
         linked: Which draws follow their predecessor here in the draw as well, ``[n - 1]``; all by
             default.
+        counts: How often each draw counts, ``[n]``, in its rows' weights, too; once by default.
+        alone: Share of each draw's rows that are alone in a direction and say nothing about the
+            others, ``[n]``, see
+            :mod:`laplace_debias.debias.span`; none by default.
 
     Returns:
         c, ``[k]``, between 1 and ``MOST_INFLATION``.
@@ -118,110 +123,56 @@ def inverse_inflation(
     rare = (1 - probabilities).clamp(min=0)
     both = (rare[1:] > 0) & (rare[:-1] > 0)
     both = both if linked is None else both & linked
-    leverages = Leverages(rows)
+    counts = torch.ones_like(rare) if counts is None else counts
+    shares = counts / counts.sum() * (1 if alone is None else 1 - alone)
+    draws = _Draws(Leverages(rows), (rare * shares).to(lam), both.to(lam), counts.to(lam))
     if len(ridges) <= N_NODES:
-        return _solved(leverages, rare, both, lam, ridges)
+        return _solved(draws, lam, ridges)
     # Far below the least curvature and far above the largest, c no longer changes.
     top = float(lam.max())
     x = ridges.clamp(1e-12 * top, 1e3 * top).log()
     nodes = torch.linspace(float(x.min()), float(x.max()), N_NODES).to(x)
     if float(nodes[-1] - nodes[0]) < 1e-9:
-        return _solved(leverages, rare, both, lam, ridges[:1]).expand(len(ridges))
-    values = _solved(leverages, rare, both, lam, nodes.exp())
+        return _solved(draws, lam, ridges[:1]).expand(len(ridges))
+    values = _solved(draws, lam, nodes.exp())
     step = nodes[1] - nodes[0]
     left = ((x - nodes[0]) / step).floor().long().clamp(0, N_NODES - 2)
     share = ((x - nodes[left]) / step).clamp(0, 1)
     return values[left] + share * (values[left + 1] - values[left])
 
 
-def _solved(
-    leverages: Leverages, rare: Tensor, both: Tensor, lam: Tensor, ridges: Tensor
-) -> Tensor:
+class _Draws(NamedTuple):
+    """Leverages of draws, and how much of them and of pairs of neighbours counts."""
+
+    leverages: Leverages
+    shares: Tensor
+    linked: Tensor
+    counts: Tensor
+
+    def used(self, D: Tensor) -> Tensor:
+        """What draws have used up at whitening weights ``[k, d]``: c - 1, ``[k]``."""
+        h, squares, crosses = self.leverages(D)
+        tiny = torch.finfo(h.dtype).tiny
+        # of a block, the mean leverage per direction it has; of one row, the leverage itself
+        mean = (squares / h.clamp(min=tiny)).clamp(max=MOST_LEVERAGE)
+        # neighbours are as alike as they are, however often they count
+        once = squares / self.counts.square()
+        own = (0.5 * (once[:, 1:] + once[:, :-1])) @ self.linked
+        alike = (crosses / (self.counts[1:] * self.counts[:-1])) @ self.linked
+        effect = torch.where(own > 0, (1 - alike / own.clamp(min=tiny)).clamp(0, 1), 1.0)
+        return effect * ((mean / (1 - mean)) @ self.shares)
+
+
+def _solved(draws: _Draws, lam: Tensor, ridges: Tensor) -> Tensor:
     """Solve for c at some ridges ``[k]`` by fixed-point steps, halved while they are large."""
     c, open_ = torch.ones_like(ridges), torch.ones_like(ridges, dtype=torch.bool)
     for _ in range(60):
         at = c[open_, None]
-        h, squares, crosses = leverages(at / (at * lam + ridges[open_, None]))
-        # of a block, the mean leverage per direction it has; of one row, the leverage itself
-        mean = (squares / h.clamp(min=torch.finfo(h.dtype).tiny)).clamp(max=MOST_LEVERAGE)
-        own = (0.5 * (squares[:, 1:] + squares[:, :-1]))[:, both].sum(1)
-        alike = crosses[:, both].sum(1) / own.clamp(min=torch.finfo(h.dtype).tiny)
-        effect = torch.where(own > 0, (1 - alike).clamp(0, 1), 1.0)
-        used = (rare * mean / (1 - mean)).mean(1)
-        old, new = at[:, 0], (1 + effect * used).clamp(max=MOST_INFLATION)
+        used = draws.used(at / (at * lam + ridges[open_, None]))
+        old, new = at[:, 0], (1 + used).clamp(max=MOST_INFLATION)
         done = (new - old).abs() < 1e-5 * old
         c[open_] = torch.where(done | ((new - old).abs() < 0.1), new, 0.5 * (old + new))
         open_[open_.clone()] = ~done
         if not bool(open_.any()):
             break
     return c
-
-
-def null_tail(rows: Tensor) -> Tensor:
-    r"""Curvatures that a draw of fewer rows than dimensions foretells outside its span.
-
-    Row i lies outside the span of the others by the squared distance
-    :math:`e_i = 1 / (G^{-1})_{ii}`, :math:`G = X X^\top`: held-out curvature, in
-    :math:`d - n + 1` directions, whose sum over the rows,
-
-    .. math:: T = n\, \bar e_n, \qquad \bar e_n = \frac{1}{n} \sum_i e_i,
-
-    is unbiased for the trace of the curvature outside the span of n - 1 of them. How steeply the
-    spectrum goes on is told by both halves of the rows: with half as many, rows lie
-    :math:`\bar e_{n/2}` outside. Of a flat
-    spectrum :math:`\bar e_n / \bar e_{n/2}` is :math:`q_0 = (d - n + 1) / (d - n / 2 + 1)`. What
-    falls faster falls by :math:`\rho` per direction:
-
-    .. math:: \tau_j \propto \rho^j, \qquad
-              \rho^{n / 2} = \min(1, \bar e_n / (q_0\, \bar e_{n/2})).
-
-    Args:
-        rows: Weighted rows ``[n, d]``, in the order of the draw.
-
-    Returns:
-        Curvatures ``[d - n + 1]``, descending; none for ``n >= d``.
-
-    Example:
-        >>> null_tail(torch.eye(4)[:2]), len(null_tail(torch.ones(4, 4)))
-        (tensor([0.6667, 0.6667, 0.6667], dtype=torch.float64), 0)
-    """
-    n, d = rows.shape
-    if n >= d or n == 0:
-        return rows.new_zeros(0, dtype=torch.float64)
-    X = rows.double()
-    outside = float(_distances(X).mean())
-    ratio, flat = 1.0, (d - n + 1) / (d - n / 2 + 1)
-    if n > 1:
-        before = float(torch.cat([_distances(X[0::2]), _distances(X[1::2])]).mean())
-        ratio = max(min(1.0, outside / max(before * flat, 1e-300)), 1e-12)
-    directions = torch.arange(d - n + 1, dtype=torch.float64, device=X.device)
-    shape = (math.log(ratio) * 2 / n * directions).exp()
-    return n * outside * shape / shape.sum()
-
-
-def _distances(X: Tensor) -> Tensor:
-    """Squared distance of each row to the span of the others."""
-    lam, U = torch.linalg.eigh(X @ X.T)
-    inverse: Tensor = U.square() @ (1 / lam.clamp(min=max(float(lam[-1]), 1e-300) * 1e-12))
-    return inverse.reciprocal()
-
-
-def null_floor(tail: Tensor, ridge: float) -> float:
-    r"""One curvature for all directions outside the span, which have no basis.
-
-    The geometric mean with the ridge in it, :math:`\exp(\mathrm{mean}_j \log(\tau_j + d)) - d`:
-    a posterior is off by ratios of such sums.
-
-    Args:
-        tail: See :func:`null_tail`.
-        ridge: The ridge d, positive.
-
-    Returns:
-        The floor; 0 if the tail is empty.
-
-    Example:
-        >>> tail = torch.tensor([1.0, 0.01], dtype=torch.float64)
-        >>> round(null_floor(tail, 1e-9), 3), round(null_floor(tail, 1e3), 3)
-        (0.1, 0.505)
-    """
-    return max(0.0, float((tail + ridge).log().mean().exp()) - ridge) if len(tail) else 0.0

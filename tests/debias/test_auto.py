@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import CurvatureRecorder, Laplace, posterior_distance
 from laplace_debias.debias import auto as module
+from laplace_debias.debias.certificate import SPLITS, TILT
 from laplace_debias.debias.drawn_rows import DrawnRows
 from laplace_debias.debias.rounds import Rounds
 
@@ -331,13 +332,6 @@ def test_other_methods_report_their_cost(net):
     assert report.distance is None and report.n_passes == 400 and "not estimated" in str(report)
 
 
-def test_splits_are_the_three_ways_to_halve_four_groups():
-    halves = {frozenset(map(frozenset, split)) for split in module.SPLITS}
-    expected = {frozenset(map(frozenset, ((p, q), {0, 1, 2, 3} - {p, q}))) for p, q in
-                ((0, 1), (0, 2), (0, 3))}  # fmt: skip
-    assert halves == expected and len(module.SPLITS) == 3
-
-
 def test_draws_along_a_line_err_less_than_halves_of_neighbours(monkeypatch):
     """The first split's halves take every second draw; what only the others show is no noise."""
     torch.manual_seed(0)
@@ -375,8 +369,8 @@ def test_what_is_left_of_the_full_batch_is_not_cut_into_two_rounds(net, monkeypa
 
 
 @pytest.mark.parametrize("stale", [True, False])
-def test_halves_show_the_noise_of_the_whole(net, monkeypatch, stale):
-    """Half their difference, over three splits; with old scores nothing is certain or rare."""
+def test_tilted_halves_show_the_noise_of_the_whole(net, monkeypatch, stale):
+    """Their difference, over three splits; with old scores nothing is certain or rare."""
     values, seen, plain = [], [], module.log_deviations
 
     def log_deviations(*arguments):
@@ -394,7 +388,7 @@ def test_halves_show_the_noise_of_the_whole(net, monkeypatch, stale):
     auto(net, scores=torch.ones(200) if stale else None, tolerance=None, n_passes=100)
     others = torch.stack(values[1:7])
     share = 1.0 if stale else rarities[-1]
-    expected = (others[0::2] - others[1::2]) / 2 * (share / 3) ** 0.5
+    expected = (others[0::2] - others[1::2]) / (2 * TILT) * (share / 3) ** 0.5
     torch.testing.assert_close(seen[-1][:3], expected)
 
 
@@ -408,7 +402,7 @@ def test_a_pool_that_is_no_training_set_has_noise_of_its_inputs(net, monkeypatch
 
     monkeypatch.setattr(module, "estimated_distance", estimated_distance)
     auto(net, tolerance=None, n_passes=60, n_pool=pool)
-    assert seen[-1] == len(module.SPLITS) + (pool < 200)
+    assert seen[-1] == len(SPLITS) + (pool < 200)
 
 
 def test_a_progress_bar_counts_the_pool_and_backward_passes(net, capsys):

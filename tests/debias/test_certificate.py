@@ -8,12 +8,18 @@ from torch import nn
 
 from laplace_debias.debias.certificate import (
     SPLITS,
+    TILT,
+    TILTED,
+    errors_and_bias,
     estimated_distance,
     evenly_split,
     input_noise,
     log_deviations,
     probe_gradients,
 )
+from laplace_debias.debias.corrected import corrected_block
+from laplace_debias.debias.drawn import DrawnFactor
+from laplace_debias.debias.drawn_rows import ALIKE, DrawnRows
 from laplace_debias.debias.eigen import EigenFactors
 from laplace_debias.kfac.counts import FitReport
 from laplace_debias.kfac.engine import Engine
@@ -86,6 +92,72 @@ def test_gradients_are_those_of_the_output_in_a_direction():
         for part, p in zip(J, net.parameters(), strict=True):
             torch.testing.assert_close(part[i], p.grad.reshape(len(p), -1))
     assert engine.cost.backward == 0  # probes serve no factor
+
+
+def test_splits_are_the_three_ways_to_halve_four_groups():
+    halves = {frozenset(map(frozenset, split)) for split in SPLITS}
+    pairs = ((0, 1), (0, 2), (0, 3))
+    assert halves == {frozenset(map(frozenset, ((p, q), {1, 2, 3} - {q}))) for p, q in pairs}
+    for split, counts in zip(SPLITS, zip(TILTED[0::2], TILTED[1::2], strict=True), strict=True):
+        for half, c in zip(split, counts, strict=True):
+            assert {g for g in range(4) if c[g] > 1} == set(half) and sum(c) == 4
+            assert max(c) - 1 == pytest.approx(TILT) and 1 - min(c) == pytest.approx(TILT)
+
+
+@pytest.mark.parametrize(("tilt", "corrected"), [(1.0, True), (0.6, True), (0.6, False)])
+def test_errors_and_bias_of_a_quadratic_function_of_the_weights_are_found(tilt, corrected):
+    """Theta = linear + b / n^p, n the effective number of draws: errors are linear, and b."""
+    g = torch.Generator().manual_seed(0)
+    slopes, b = (torch.randn(*s, generator=g, dtype=torch.float64) for s in ((4, 7), (7,)))
+    grown = (1 + tilt**2) ** (2 if corrected else 1)
+    tilted = []
+    for split in SPLITS:
+        for half in split:
+            counts = torch.tensor([1 + tilt if i in half else 1 - tilt for i in range(4)])
+            tilted.append(counts.double() @ slopes / 4 + b * grown)
+    theta = slopes.mean(0) + b
+    errors, bias = errors_and_bias(theta, torch.stack(tilted), tilt, corrected=corrected)
+    for error, (one, other) in zip(errors, SPLITS, strict=True):
+        expected = (slopes[list(one)].mean(0) - slopes[list(other)].mean(0)) / 2
+        torch.testing.assert_close(error, expected)
+    torch.testing.assert_close(bias, b)
+
+
+def test_halves_of_hardly_more_draws_than_dimensions_err_more_than_the_whole():
+    """36 draws in 16 dimensions: halves foretell a far too large error, tilted ones do not."""
+    d, n, N, ridge = 16, 36, 4000, 1e-4
+    g = torch.Generator().manual_seed(0)
+    spectrum = torch.logspace(0, -2, d, dtype=torch.float64)
+    X = torch.randn(N, d, generator=g, dtype=torch.float64) * spectrum.sqrt()
+    J = [torch.randn(16, d, 1, generator=g, dtype=torch.float64) * spectrum.sqrt()[:, None]]
+    lam, Q = torch.linalg.eigh(X.T @ X)
+    ridges = torch.tensor([ridge * N], dtype=torch.float64)
+    full = log_deviations([EigenFactors(Q, lam)], J, ridges)
+    truth, found = 0.0, {TILT: 0.0, 1.0: 0.0}
+    for _ in range(30):
+        rows = X[torch.randperm(N, generator=g)[:n]]
+        pi, groups = torch.full((n,), n / N, dtype=torch.float64), torch.arange(n) % 4
+        factor, drawn = DrawnFactor(()), DrawnRows()
+        drawn.add(pi, groups, 1.0, 1.0)
+        factor.add(rows[:, None], 1 / pi, groups, torch.arange(n), 0, n)
+        factor.close(1.0, 1.0, distinct=True)
+
+        def theta(counts, factor=factor, drawn=drawn):
+            block = corrected_block(factor.spectrum(drawn, 1.0, counts), None, float(ridges))
+            return log_deviations([block], J, ridges)
+
+        whole = theta(ALIKE)
+        truth += float((whole - full).abs().mean())
+        for tilt in found:
+            counts = [
+                [1 + tilt if i in half else 1 - tilt for i in range(4)]
+                for split in SPLITS
+                for half in split
+            ]
+            errors, bias = errors_and_bias(whole, torch.stack([theta(c) for c in counts]), tilt)
+            found[tilt] += estimated_distance(errors / 3**0.5, bias, 256)[0]
+    assert 0.8 < found[TILT] / truth < 1.6
+    assert found[1.0] / truth > 2
 
 
 def test_errors_of_known_size_are_found():

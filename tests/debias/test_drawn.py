@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from laplace_debias.debias import drawn as drawn_module
-from laplace_debias.debias.drawn import DrawnFactor, corrected_block
+from laplace_debias.debias.corrected import corrected_block
+from laplace_debias.debias.drawn import DrawnFactor
 from laplace_debias.debias.drawn_rows import N_GROUPS, DrawnRows
-from laplace_debias.debias.inverse import inverse_inflation, null_floor
+from laplace_debias.debias.inverse import inverse_inflation
 from laplace_debias.debias.pairs import draw_pairs
+from laplace_debias.debias.span import null_floor
 
 ROWS = torch.randn(30, 1, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 ROWS = ROWS * torch.linspace(0.2, 2, 30, dtype=torch.float64)[:, None, None]
@@ -63,19 +65,20 @@ def test_everything_drawn_is_exact():
 
 def test_the_rows_weights_are_those_of_the_sum():
     factor, drawn = run((8, 8), torch.Generator().manual_seed(3))
-    for groups in ((0, 1, 2, 3), (0, 2)):
-        chosen, weights = drawn.of(groups)
+    for counts in ((1.0, 1.0, 1.0, 1.0), (1.5, 0.5, 1.7, 0.3)):
+        weights = drawn.weighted(counts)
         total = torch.zeros(4, 4, dtype=torch.float64)
         for rows, at in factor.rows:
-            keep = chosen[at]
-            X = rows[keep, 0] * weights[at[keep]].sqrt()[:, None]
+            X = rows[:, 0] * weights[at].sqrt()[:, None]
             total += X.T @ X
-        torch.testing.assert_close(total, factor.sums[list(groups)].mean(0))
+        parts = [count * group for count, group in zip(counts, factor.sums, strict=True)]
+        torch.testing.assert_close(total, sum(parts) / 4)
+        torch.testing.assert_close(factor.estimate(3.0, counts), 3 * total)
 
 
 def test_a_block_without_correction_is_the_plain_one():
     factor, drawn = run((20,), torch.Generator().manual_seed(0))
-    spectrum = factor.spectrum(drawn, range(4), 2.0)
+    spectrum = factor.spectrum(drawn, 2.0)
     block = corrected_block(spectrum, None, 1.0, correct=False)
     dense = block.Q_B @ torch.diag(block.lam_B) @ block.Q_B.T
     torch.testing.assert_close(dense, 2 * factor.sums.mean(0))
@@ -83,7 +86,7 @@ def test_a_block_without_correction_is_the_plain_one():
 
 def test_a_corrected_block_is_inflated_or_has_a_floor():
     factor, drawn = run((12,), torch.Generator().manual_seed(0))
-    spectrum = factor.spectrum(drawn, range(4), 100.0)
+    spectrum = factor.spectrum(drawn, 100.0)
     ridge = torch.tensor([1e-3], dtype=torch.float64)
     c = inverse_inflation(
         spectrum.rows, spectrum.probabilities, spectrum.lam, ridge, linked=spectrum.linked
@@ -91,18 +94,25 @@ def test_a_corrected_block_is_inflated_or_has_a_floor():
     assert float(c) > 1.1 and not len(spectrum.tail)  # more draws than dimensions
     block = corrected_block(spectrum, None, 1e-3)
     torch.testing.assert_close(block.lam_B, float(c) * spectrum.lam)
-    few = spectrum._replace(tail=torch.tensor([4.0, 1.0], dtype=torch.float64))
+    few = spectrum._replace(
+        tail=torch.tensor([4.0, 1.0], dtype=torch.float64), alone=torch.ones(12).double()
+    )
     floor = null_floor(few.tail, 1e-3)
     torch.testing.assert_close(corrected_block(few, None, 1e-3).lam_B, few.lam + floor)
     Q_A, lam_A = torch.eye(2).double(), torch.tensor([2.0, 1.0]).double()
     block = corrected_block(few, (Q_A, lam_A), 2e-3)  # the floor of the largest of A
     torch.testing.assert_close(block.lam_B, few.lam + floor)
     torch.testing.assert_close(block.lam_A, lam_A)
+    some = few._replace(alone=(torch.arange(12) < 6).double())  # the other six make c
+    c_some = some.inflation(ridge)
+    assert 1.05 < float(c_some) < float(c)
+    block = corrected_block(some, None, 1e-3)
+    torch.testing.assert_close(block.lam_B, float(c_some) * (few.lam + floor))
 
 
 def test_corrections_do_not_depend_on_the_scale_of_the_inputs():
     factor, drawn = run((12,), torch.Generator().manual_seed(0))
-    spectrum = factor.spectrum(drawn, range(4), 100.0)
+    spectrum = factor.spectrum(drawn, 100.0)
     Q, lam = torch.eye(3, dtype=torch.float64), torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
     one, tiny = (corrected_block(spectrum, (Q, s * lam), s * 1e-3) for s in (1.0, 1e-16))
     torch.testing.assert_close(tiny.lam_A / 1e-16, one.lam_A)
@@ -122,13 +132,13 @@ def test_the_full_batch_foretells_nothing_about_other_data():
         drawn.add(probabilities, groups, 1.0, 1.0)
         factor.add(ROWS[:3], 1 / probabilities, groups, torch.arange(3), 0, 3)
         factor.close(1.0, 1.0, distinct=True)
-        tails.append(len(factor.spectrum(drawn, range(4), 1.0).tail))
+        tails.append(len(factor.spectrum(drawn, 1.0).tail))
     assert tails[0] > 0 == tails[1]
 
 
 def test_a_corrected_block_is_larger_and_a_kronecker_product():
     factor, drawn = run((12,), torch.Generator().manual_seed(0))
-    spectrum = factor.spectrum(drawn, range(4), 100.0)
+    spectrum = factor.spectrum(drawn, 100.0)
     A = (torch.eye(3, dtype=torch.float64), torch.tensor([1e-10, 1.0, 2.0], dtype=torch.float64))
     plain = corrected_block(spectrum, A, 1e-3, correct=False)
     block = corrected_block(spectrum, A, 1e-3)
@@ -147,7 +157,7 @@ def test_rarity_is_what_sampling_without_replacement_leaves():
 
 def test_the_correction_is_told_the_inclusion_probabilities():
     factor, drawn = run((8,), torch.Generator().manual_seed(3))
-    probabilities = factor.spectrum(drawn, (0, 1, 2, 3), 1.0)[3]
+    probabilities = factor.spectrum(drawn, 1.0).probabilities
     torch.testing.assert_close(probabilities, 1 / drawn.weights)
     assert float(probabilities.max()) < 1
 
@@ -170,12 +180,15 @@ def test_blocks_of_several_rows_are_summed_and_rotated_as_their_rows(r):
         counts = [1.0 if g < 0 else N_GROUPS * float(g == group) for g in groups]
         total = sum(k * G / p for k, G, p in zip(counts, dense, pi, strict=True))
         torch.testing.assert_close(factor.sums[group], total)
-    spectrum = factor.spectrum(drawn, (0, 1), 3.0)
-    assert spectrum.probabilities.tolist() == pytest.approx([1 / 12, 1 / 3, 1 / 30, 1 / 60])
+    spectrum = factor.spectrum(drawn, 3.0, (1.5, 1.5, 0.5, 0.5))
+    weights = [9.0, 3.0, 22.5, 6.0, 3.75, 45.0]
+    assert spectrum.probabilities.tolist() == pytest.approx([1 / w for w in weights])
+    assert spectrum.counts.tolist() == [1.5, 1.0, 1.5, 0.5, 0.5, 1.5]
     kept = spectrum.rows.mT @ spectrum.rows if r == 3 else spectrum.rows.G
-    for G, i, weight in zip(kept, (0, 1, 2, 5), (12, 3, 30, 60), strict=True):
-        torch.testing.assert_close(G, weight * spectrum.Q.T @ dense[i] @ spectrum.Q)
-    assert spectrum.linked.tolist() == [True, True, True]
+    for G, block, weight in zip(kept, dense, weights, strict=True):
+        torch.testing.assert_close(G, weight * spectrum.Q.T @ block @ spectrum.Q)
+    assert spectrum.linked.tolist() == [True] * 5
+    assert spectrum.alone.tolist() == [0.0] * 6 and not len(spectrum.tail)
 
 
 def test_a_part_of_the_draws_is_kept_in_runs_of_neighbours(monkeypatch):
@@ -188,8 +201,8 @@ def test_a_part_of_the_draws_is_kept_in_runs_of_neighbours(monkeypatch):
     factor.close(1.0, 1.0, distinct=True)
     at = factor.rows[0][1]
     assert len(at) == 24 and bool((at.view(3, 8).diff(dim=1) == 1).all())
-    linked = factor.spectrum(drawn, (0, 2), 1.0).linked  # half of each run
-    assert linked.tolist() == [True] * 3 + [False] + [True] * 3 + [False] + [True] * 3
+    linked = factor.spectrum(drawn, 1.0).linked
+    assert linked.tolist() == [True] * 7 + [False] + [True] * 7 + [False] + [True] * 7
     torch.testing.assert_close(factor.known, rows[:, 0].T @ rows[:, 0])  # sums see all
 
 
@@ -206,5 +219,5 @@ def test_sequences_of_different_lengths_have_rows_of_zeros():
         for rows, at in ((long, torch.arange(3)), (other, torch.arange(3, 6))):
             factor.add(rows, 1 / pi[at], groups[at], at, 0, 6)
         factor.close(1.0, 1.0, distinct=True)
-        found.append(corrected_block(factor.spectrum(drawn, range(4), 1.0), None, 1e-3).lam_B)
+        found.append(corrected_block(factor.spectrum(drawn, 1.0), None, 1e-3).lam_B)
     torch.testing.assert_close(*found)

@@ -18,10 +18,12 @@ def test_groups_share_what_is_certain_and_average_to_the_whole():
     rows = DrawnRows()
     groups = torch.tensor([0, 1, 2, 3, -1])
     rows.add(torch.tensor([0.5, 0.5, 0.5, 0.5, 1.0]), groups, share=1.0, growth=1.0)
-    each = torch.stack([rows.of([group])[1] for group in range(N_GROUPS)])
+    alone = [tuple(4.0 * (i == group) for i in range(N_GROUPS)) for group in range(N_GROUPS)]
+    each = torch.stack([rows.weighted(counts) for counts in alone])
     torch.testing.assert_close(each.mean(0), rows.weights)
     assert each[:, -1].tolist() == [1.0] * N_GROUPS
-    assert rows.of([1, 2])[0].tolist() == [False, True, True, False, True]
+    assert rows.weighted((0.5, 1.5, 1.25, 0.75)).tolist() == [1.0, 3.0, 2.5, 1.5, 1.0]
+    assert rows.counts((0.5, 1.5, 1.25, 0.75)).tolist() == [0.5, 1.5, 1.25, 0.75, 1.0]
 
 
 def test_what_drawing_without_replacement_saves():

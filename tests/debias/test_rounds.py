@@ -208,5 +208,5 @@ def test_drawn_rows_keep_their_weights_if_the_network_sorts_its_data_inside():
         rounds = Rounds(engine, data, options)
         rounds.grow(12)
         rounds.draw(12)
-        factors.append(rounds.factors[0].estimate(range(4), rounds.scale))
+        factors.append(rounds.factors[0].estimate(rounds.scale))
     torch.testing.assert_close(*factors)

@@ -131,7 +131,7 @@ def test_drawn_pairs_are_those_of_the_data_that_reach_a_layer():
         rounds.draw(12)
         for factor in rounds.factors:
             name = "left" if factor.key == (model.left,) else "right"
-            found[name].append(factor.estimate(range(4), rounds.scale))
+            found[name].append(factor.estimate(rounds.scale))
     for name, estimates in found.items():
         draws = torch.stack(estimates)
         error = draws.std(0) / len(draws) ** 0.5
