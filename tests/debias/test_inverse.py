@@ -169,3 +169,21 @@ def test_c_is_the_fixed_point():
     effect = 1 - H.diagonal(1).sum() / (0.5 * (h[1:].square() + h[:-1].square())).sum()
     again = 1 + float(effect * (0.97 * h / (1 - h)).mean())
     assert abs(again - c) < 1e-4 * c
+
+
+def test_draws_that_count_more_often_count_more_in_c():
+    """The fixed point is a mean weighted by counts; rows that are alone add nothing to it."""
+    X = population(False)[:60]
+    counts = torch.where(torch.arange(60) % 2 == 0, 1.8, 0.2).double()
+    alone = (torch.arange(60) < 5).double()
+    X = X * counts.sqrt()[:, None]
+    lam, Q = torch.linalg.eigh(X.T @ X)
+    pi, ridge = 0.03 / counts, lam.new_tensor([1e-5])
+    c = inverse_inflation((X @ Q)[:, None], pi, lam, ridge, counts=counts, alone=alone)
+    Z = (X @ Q) * (c / (c * lam + 1e-5)).sqrt()
+    H = (Z @ Z.T).square() / counts / counts[:, None]  # alike or not, however often they count
+    effect = 1 - H.diagonal(1).sum() / (0.5 * (H.diagonal()[1:] + H.diagonal()[:-1])).sum()
+    h = Z.square().sum(1).clamp(max=0.98)
+    used = (counts * (1 - alone) * (1 - pi) * h / (1 - h)).sum() / counts.sum()
+    assert float(c) > 1.1
+    assert float(c) == pytest.approx(1 + float(effect * used), rel=1e-4)

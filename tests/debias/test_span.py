@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from laplace_debias.debias.inverse import inverse_inflation
-from laplace_debias.debias.span import null_floor, null_tail, span_of
+from laplace_debias.debias.span import null_floor, null_tail, outside_span, span_of
 
 
 def outside(X):
@@ -12,8 +12,7 @@ def outside(X):
     distances = []
     for i in range(len(X)):
         others = torch.cat([X[:i], X[i + 1 :]])
-        Q = torch.linalg.qr(others.T)[0]
-        distances.append((X[i] - Q @ (Q.T @ X[i])).norm())
+        distances.append((X[i] - X[i] @ torch.linalg.pinv(others, rtol=1e-9) @ others).norm())
     return float(torch.stack(distances).square().mean())
 
 
@@ -65,3 +64,82 @@ def test_inverses_of_few_rows_need_a_floor_and_no_inflation(steep):
             off[name] += float((variances.log() - truth).abs().mean()) / 200
     assert off["floor"] < 0.2 and off["single"] > 1.5
     assert off["floor"] < 0.75 * off["floor and c"]
+
+
+def test_rows_are_alone_however_many_there_are():
+    """Eight rows of rank 4 in six dimensions: against projections onto the others."""
+    g = torch.Generator().manual_seed(1)
+    X = torch.zeros(8, 6, dtype=torch.float64)
+    X[:6, :2] = torch.randn(6, 2, generator=g, dtype=torch.float64)
+    X[6, :3] = torch.randn(3, generator=g, dtype=torch.float64)  # alone in the third dimension
+    X[7] = X[0] + torch.tensor([0, 0, 0, 1e-3, 0, 2e-3], dtype=torch.float64)
+    found, rank = outside_span(X)
+    assert rank == 4 and (found > 0).tolist() == [False] * 6 + [True, True]
+    assert float(found[7]) == pytest.approx(5e-6, rel=1e-6)
+    assert float(found.mean()) == pytest.approx(outside(X), rel=1e-6)
+    span, w = span_of(X), torch.rand(8, generator=g, dtype=torch.float64)
+    again, rank = outside_span(X * w.sqrt()[:, None])
+    torch.testing.assert_close(again, w * span.outside)  # spans do not depend on weights
+    assert rank == span.rank
+    tail = null_tail(span, 6, w=w)
+    assert len(tail) == 6 - 4 + 1
+    assert float(tail.sum()) == pytest.approx(float((w * found).sum()))
+
+
+def rarely_active(n, generator):
+    """Rows of 30 dimensions, ten of which are those of units that are active once in fifty."""
+    X = torch.randn(n, 30, generator=generator, dtype=torch.float64)
+    X *= torch.logspace(0, -0.5, 30, dtype=torch.float64)
+    X[:, 20:] *= torch.rand(n, 10, generator=generator, dtype=torch.float64) < 0.02
+    return X
+
+
+def test_the_curvature_that_was_not_drawn_is_foretold_without_bias():
+    """Poisson draws: what is left lies outside the span by T on average, certain rows apart."""
+    generator = torch.Generator().manual_seed(0)
+    X = rarely_active(60, generator)
+    pi = torch.rand(60, generator=generator, dtype=torch.float64) * 0.6 + 0.3
+    errors, without = [], []
+    for _ in range(400):
+        drawn = torch.rand(60, generator=generator, dtype=torch.float64) < pi
+        S, rest = X[drawn], X[~drawn]
+        Q = torch.linalg.svd(S, full_matrices=False)
+        basis = Q.Vh[Q.S > 1e-6 * Q.S[0]]
+        truth = (rest - rest @ basis.T @ basis).square().sum()
+        span, rare = span_of(S / pi[drawn].sqrt()[:, None]), 1 - pi[drawn]
+        errors.append(float(null_tail(span, 30, rare).sum() - truth))
+        without.append(float(null_tail(span, 30).sum() - truth))
+    for found, right in ((errors, True), (without, False)):
+        off = torch.tensor(found)
+        assert (abs(float(off.mean())) < 4 * float(off.std()) / 20) == right
+
+
+def test_rarely_active_units_need_a_floor_and_leave_c_to_the_others():
+    """45 of 2000 rows, 60 draws, variances of rows to come: off less than with one c for all."""
+    generator, ridge, n, N = torch.Generator().manual_seed(0), 1e-4, 45, 2000
+    population = rarely_active(N, generator) / N**0.5
+    truth, Q = torch.linalg.eigh(population.T @ population)
+    off = {"plain": 0.0, "one c": 0.0, "floor": 0.0, "alone apart": 0.0}
+    for _ in range(60):
+        drawn = torch.randperm(N, generator=generator)[:n]
+        X, x = population[drawn] * (N / n) ** 0.5, rarely_active(30, generator)
+        full = ((x @ Q).square() / (truth + ridge)).sum(1).log()
+        lam, V = torch.linalg.eigh(X.T @ X)
+        lam, pi, ridges = (
+            lam.clamp(min=0),
+            torch.full((n,), n / N).double(),
+            lam.new_tensor([ridge]),
+        )
+        span = span_of(X)
+        alone, tail = (span.outside > 0).double(), null_tail(span, 30, 1 - pi)
+        assert 0 < float(alone.sum()) < n
+        rows = (X @ V)[:, None]
+        all_rows = inverse_inflation(rows, pi, lam, ridges)
+        others = inverse_inflation(rows, pi, lam, ridges, alone=alone)
+        floored = lam + null_floor(tail, ridge)
+        made = (lam, all_rows * lam, floored, others * floored)
+        for name, values in zip(off, made, strict=True):
+            variances = ((x @ V).square() / (values + ridge)).sum(1)
+            off[name] += float((variances.log() - full).abs().mean()) / 120
+    best = off.pop("alone apart")
+    assert all(other > 1.3 * best for other in off.values()), (best, off)
