@@ -9,7 +9,7 @@ from torch import Tensor
 from laplace_debias.debias.eigen import EigenFactors
 from laplace_debias.debias.inverse import inverse_inflation, resolvent_inflation
 from laplace_debias.debias.leverages import BlockGrams
-from laplace_debias.debias.span import null_floor
+from laplace_debias.debias.span import NullSpace
 
 __all__ = ["Spectrum", "corrected_block"]
 
@@ -25,7 +25,7 @@ class Spectrum(NamedTuple):
         linked: Which of them follow their predecessor in the draw, ``[m - 1]``.
         counts: How often each of them counts, ``[m]``.
         alone: Share of each draw's rows that are outside the span of all others, ``[m]``.
-        tail: Curvatures of the null space, see :func:`laplace_debias.debias.inverse.null_tail`.
+        null: What is foretold of the directions outside the draws' span.
     """
 
     Q: Tensor
@@ -35,7 +35,7 @@ class Spectrum(NamedTuple):
     linked: Tensor
     counts: Tensor
     alone: Tensor
-    tail: Tensor
+    null: NullSpace
 
     def inflation(self, ridges: Tensor) -> Tensor:
         """The factor c of :func:`laplace_debias.debias.inverse.inverse_inflation`, ``[k]``.
@@ -83,12 +83,12 @@ def corrected_block(
     if not correct:
         return EigenFactors(Q, lam, *(inputs or ()))
     if inputs is None:
-        floor = null_floor(output.tail, ridge)
-        return EigenFactors(Q, output.inflation(lam.new_tensor([ridge])) * (lam + floor))
+        raised = lam + output.null.floor(ridge, lam)
+        return EigenFactors(Q, output.inflation(lam.new_tensor([ridge])) * raised)
     Q_A, lam_A = inputs
     least = max(float(lam_A.max()), 1e-300) * 1e-14
-    floor = null_floor(output.tail, ridge / max(float(lam_A.max()), least))
-    lam_B, lam_A = lam + floor, output.inflation(ridge / lam_A.clamp(min=least)) * lam_A
+    lam_B = lam + output.null.floor(ridge / max(float(lam_A.max()), least), lam)
+    lam_A = output.inflation(ridge / lam_A.clamp(min=least)) * lam_A
     if input_rows is not None:
         least = max(float(lam_B.max()), 1e-300) * 1e-14
         lam_B = lam_B * resolvent_inflation(lam_A, ridge / lam_B.clamp(min=least), *input_rows)

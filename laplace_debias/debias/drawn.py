@@ -35,7 +35,7 @@ from laplace_debias.debias.drawn_rows import (
 )
 from laplace_debias.debias.eigen import eigh_float64
 from laplace_debias.debias.leverages import BlockGrams
-from laplace_debias.debias.span import Span, null_tail, span_of
+from laplace_debias.debias.span import NullSpace, Span, null_tail, span_of
 from laplace_debias.network.ownership import RowsKey
 
 __all__ = ["DrawnFactor"]
@@ -196,20 +196,21 @@ class DrawnFactor:
         runs = torch.zeros_like(at) if whole else at // RUN
         lam, often = lam.clamp(min=0), drawn.counts(counts)[at].to(w)
         more = (1 / w).clamp(max=1.0), (runs[1:] == runs[:-1]).to(Q.device), often
-        alone, tail = torch.zeros_like(w), lam.new_zeros(0)
+        alone, null = torch.zeros_like(w), NullSpace(lam.new_zeros(0), 0.0, len(lam))
         if as_blocks:
             blocks = Q.T @ (R * w[:, None, None]) @ Q
-            return Spectrum(Q, lam, BlockGrams(blocks), *more, alone, tail)
+            return Spectrum(Q, lam, BlockGrams(blocks), *more, alone, null)
         if whole:
             reached = R.any(2)  # no rows of data that do not reach the layer
             owner = reached.nonzero()[:, 0]
             if self._span is None or self._span[0] != len(at):
                 self._span = len(at), span_of(R[reached] * base[owner].sqrt()[:, None])
             span = self._span[1]
-            alone.index_add_(0, owner, (span.outside > 0).to(w))
-            alone /= reached.sum(1).clamp(min=1)
-            tail = null_tail(span, R.shape[2], (1 - more[0])[owner], (w / base)[owner])
-        return Spectrum(Q, lam, R * w.sqrt()[:, None, None] @ Q, *more, alone, tail)
+            are_alone = (span.outside > 0).to(w)
+            alone = alone.index_add(0, owner, are_alone) / reached.sum(1).clamp(min=1)
+            tail = null_tail(span, len(lam), (1 - more[0])[owner], (w / base)[owner])
+            null = NullSpace(tail, float(are_alone.mean()) if len(owner) else 0.0, span.rank)
+        return Spectrum(Q, lam, R * w.sqrt()[:, None, None] @ Q, *more, alone, null)
 
 
 def _gram(rows: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Span", "null_floor", "null_tail", "outside_span", "span_of"]
+__all__ = ["NullSpace", "Span", "null_floor", "null_tail", "outside_span", "span_of"]
 
 RANK_TOL = 1e-12
 """Eigenvalues below this share of the largest are those of a null space."""
@@ -43,6 +43,44 @@ class Span(NamedTuple):
     rank: int
     of_half: Tensor
     half_rank: float
+
+
+class NullSpace(NamedTuple):
+    r"""What is foretold of the directions that a draw says little or nothing about.
+
+    Directions outside its span get the floor :math:`\tau`. Within it, eigenvectors are as good as
+    their rows are many: directions get :math:`\bar a \tau`, with the share :math:`\bar a` of rows
+    that are alone. With fewer rows than dimensions all are, no direction is known, and all get
+    :math:`\tau`.
+
+    Attributes:
+        tail: See :func:`null_tail`.
+        share: Share of rows that are alone.
+        rank: Rank of the rows.
+    """
+
+    tail: Tensor
+    share: float
+    rank: int
+
+    def floor(self, ridge: float, lam: Tensor) -> Tensor:
+        """What the eigenvalues of a draw are raised by.
+
+        Args:
+            ridge: The ridge, positive.
+            lam: Eigenvalues ``[d]``, ascending.
+
+        Returns:
+            The floor of each direction, ``[d]``.
+
+        Example:
+            >>> lam, tail = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.5])
+            >>> NullSpace(tail, 0.25, 2).floor(1e-9, lam)
+            tensor([0.5000, 0.1250, 0.1250])
+        """
+        tau = null_floor(self.tail, ridge)
+        known = torch.arange(len(lam), device=lam.device) >= len(lam) - self.rank
+        return torch.where(known, self.share * tau, tau).to(lam)
 
 
 def outside_span(rows: Tensor) -> tuple[Tensor, int]:

@@ -9,7 +9,7 @@ from laplace_debias.debias.drawn import DrawnFactor
 from laplace_debias.debias.drawn_rows import N_GROUPS, DrawnRows
 from laplace_debias.debias.inverse import inverse_inflation
 from laplace_debias.debias.pairs import draw_pairs
-from laplace_debias.debias.span import null_floor
+from laplace_debias.debias.span import NullSpace, null_floor
 
 ROWS = torch.randn(30, 1, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 ROWS = ROWS * torch.linspace(0.2, 2, 30, dtype=torch.float64)[:, None, None]
@@ -91,13 +91,12 @@ def test_a_corrected_block_is_inflated_or_has_a_floor():
     c = inverse_inflation(
         spectrum.rows, spectrum.probabilities, spectrum.lam, ridge, linked=spectrum.linked
     )
-    assert float(c) > 1.1 and not len(spectrum.tail)  # more draws than dimensions
+    assert float(c) > 1.1 and not len(spectrum.null.tail)  # more draws than dimensions
     block = corrected_block(spectrum, None, 1e-3)
     torch.testing.assert_close(block.lam_B, float(c) * spectrum.lam)
-    few = spectrum._replace(
-        tail=torch.tensor([4.0, 1.0], dtype=torch.float64), alone=torch.ones(12).double()
-    )
-    floor = null_floor(few.tail, 1e-3)
+    null = NullSpace(torch.tensor([4.0, 1.0], dtype=torch.float64), 1.0, 4)
+    few = spectrum._replace(null=null, alone=torch.ones(12).double())
+    floor = null_floor(null.tail, 1e-3)
     torch.testing.assert_close(corrected_block(few, None, 1e-3).lam_B, few.lam + floor)
     Q_A, lam_A = torch.eye(2).double(), torch.tensor([2.0, 1.0]).double()
     block = corrected_block(few, (Q_A, lam_A), 2e-3)  # the floor of the largest of A
@@ -106,8 +105,9 @@ def test_a_corrected_block_is_inflated_or_has_a_floor():
     some = few._replace(alone=(torch.arange(12) < 6).double())  # the other six make c
     c_some = some.inflation(ridge)
     assert 1.05 < float(c_some) < float(c)
-    block = corrected_block(some, None, 1e-3)
-    torch.testing.assert_close(block.lam_B, float(c_some) * (few.lam + floor))
+    some = some._replace(null=null._replace(share=0.5, rank=3))
+    raised = few.lam + floor * torch.tensor([1.0, 0.5, 0.5, 0.5])
+    torch.testing.assert_close(corrected_block(some, None, 1e-3).lam_B, float(c_some) * raised)
 
 
 def test_corrections_do_not_depend_on_the_scale_of_the_inputs():
@@ -132,7 +132,7 @@ def test_the_full_batch_foretells_nothing_about_other_data():
         drawn.add(probabilities, groups, 1.0, 1.0)
         factor.add(ROWS[:3], 1 / probabilities, groups, torch.arange(3), 0, 3)
         factor.close(1.0, 1.0, distinct=True)
-        tails.append(len(factor.spectrum(drawn, 1.0).tail))
+        tails.append(len(factor.spectrum(drawn, 1.0).null.tail))
     assert tails[0] > 0 == tails[1]
 
 
@@ -188,7 +188,7 @@ def test_blocks_of_several_rows_are_summed_and_rotated_as_their_rows(r):
     for G, block, weight in zip(kept, dense, weights, strict=True):
         torch.testing.assert_close(G, weight * spectrum.Q.T @ block @ spectrum.Q)
     assert spectrum.linked.tolist() == [True] * 5
-    assert spectrum.alone.tolist() == [0.0] * 6 and not len(spectrum.tail)
+    assert spectrum.alone.tolist() == [0.0] * 6 and not len(spectrum.null.tail)
 
 
 def test_a_part_of_the_draws_is_kept_in_runs_of_neighbours(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from laplace_debias.debias.inverse import inverse_inflation
-from laplace_debias.debias.span import null_floor, null_tail, outside_span, span_of
+from laplace_debias.debias.span import NullSpace, null_floor, null_tail, outside_span, span_of
 
 
 def outside(X):
@@ -136,7 +136,7 @@ def test_rarely_active_units_need_a_floor_and_leave_c_to_the_others():
         rows = (X @ V)[:, None]
         all_rows = inverse_inflation(rows, pi, lam, ridges)
         others = inverse_inflation(rows, pi, lam, ridges, alone=alone)
-        floored = lam + null_floor(tail, ridge)
+        floored = lam + NullSpace(tail, float(alone.mean()), span.rank).floor(ridge, lam)
         made = (lam, all_rows * lam, floored, others * floored)
         for name, values in zip(off, made, strict=True):
             variances = ((x @ V).square() / (values + ridge)).sum(1)
