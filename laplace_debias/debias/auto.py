@@ -24,6 +24,7 @@ from laplace_debias.data.loaders import bar, is_main
 from laplace_debias.data.processes import from_main, processes, total
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.certificate import (
+    LEFT_OUT,
     TILTED,
     errors_and_bias,
     estimated_distance,
@@ -243,13 +244,14 @@ class _Fit:
         with self.engine.cost.stage("certificate"):
             J, ridges = self._rotated_probes(), self.ridges.to(moments.outputs.device)
             theta = log_deviations(blocks, J, ridges)
-        counts = TILTED if rounds.factors else ()
-        tilted = [log_deviations(self.blocks(c), J, ridges) for c in counts]  # one at a time
+        counts = (*TILTED, *LEFT_OUT) if rounds.factors else ()
+        others = [log_deviations(self.blocks(c), J, ridges) for c in counts]  # one at a time
         with self.engine.cost.stage("certificate"):
             errors, bias = theta.new_zeros(0, len(theta)), torch.zeros_like(theta)
-            if tilted:
-                found = errors_and_bias(theta, torch.stack(tilted), corrected=self.correct)
-                errors, bias = evenly_split(found[0]), found[1]
+            if others:
+                parts = torch.stack(others).split((len(TILTED), len(LEFT_OUT)))
+                errors, bias = errors_and_bias(theta, *parts, corrected=self.correct)
+                errors = evenly_split(errors)
                 rarity = 1.0 if rounds.stale is not None else rounds.drawn.rarity(rounds.scale)
                 errors = errors * (rarity / len(errors)) ** 0.5
             deltas = moments.halves(rounds.data.n_data)

@@ -14,15 +14,19 @@ Draws come in four independent groups, with three ways to split them into halves
 :math:`1 + \epsilon` times, the other :math:`1 - \epsilon` times, and the other way round: six
 posteriors, in pairs. Their difference over :math:`2 \epsilon` varies as the error of the whole does
 (variance), but for what drawing without replacement saves, and what evenly spread draws save where
-neighbours are alike (:func:`evenly_split`). Weights like these vary by :math:`\epsilon^2`, so that
-what falls as :math:`1 / n` is :math:`1 + \epsilon^2` times as large; the mean of the six differs
-from the whole by :math:`(1 + \epsilon^2)^2 - 1` times the whole's bias, if the correction for the
-inverse leaves what falls as :math:`1 / n^2` (bias). With :math:`\epsilon = 1` these are the halves
+neighbours are alike (:func:`evenly_split`). With :math:`\epsilon = 1` these would be the halves
 themselves, which may have fewer draws than dimensions where the whole has not, and then err far
-more; with less, they span what the whole spans. Three splits know a standard deviation badly, and
-too small on average: by
+more; with less, they span what the whole spans.
+
+What lies outside that span only fewer draws can show. Leaving out one group after the other gives
+four posteriors of three quarters of the draws. What falls as :math:`1 / n^2`, as the correction for
+the inverse leaves it, is :math:`(4/3)^2` times as large there: their mean differs from the whole by
+7/9 of the whole's bias (bias).
+
+Three splits know a standard deviation badly, and too small on average: by
 :math:`c_4 = \sqrt{2/3}\, \Gamma(2) / \Gamma(3/2)` of three degrees of freedom. The estimate divides
-by it, its own standard error is that of Student's t with three degrees of freedom.
+by it, its own standard error is that of Student's t with three degrees of freedom, and the bias
+again, which is known no better than that.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ from laplace_debias.network.preserve import evaluation_mode
 from laplace_debias.network.recorder import check_outputs
 
 __all__ = [
+    "LEFT_OUT",
     "TILTED",
     "errors_and_bias",
     "estimated_distance",
@@ -61,6 +66,8 @@ TILTED = tuple(
     for half in split
 )
 """How often each group counts, for both halves of each split in turn."""
+LEFT_OUT = tuple(tuple(4 / 3 * (group != left) for group in range(4)) for left in range(4))
+"""How often each group counts if one of them is left out."""
 N_FREE = 3
 """Degrees of freedom of the variance that three splits of four groups show."""
 CERTAIN_RATIO = 3.0
@@ -170,33 +177,33 @@ def input_noise(
 
 
 def errors_and_bias(
-    theta: Tensor, tilted: Tensor, tilt: float = TILT, *, corrected: bool = True
+    theta: Tensor, tilted: Tensor, left_out: Tensor, *, corrected: bool = True
 ) -> tuple[Tensor, Tensor]:
-    r"""What posteriors of tilted draws say of the whole's.
+    r"""What posteriors of tilted and of fewer draws say of the whole's.
 
     .. math:: e_s = \frac{\theta_s^+ - \theta_s^-}{2 \epsilon}, \qquad
-              b = \frac{\bar\theta^\pm - \theta}{(1 + \epsilon^2)^p - 1}
+              b = \frac{\bar\theta_{3/4} - \theta}{(4/3)^p - 1}
 
-    for an error of the whole that falls as :math:`1 / n^p`: p = 2 with eigenvalues corrected for
+    for a bias of the whole that falls as :math:`1 / n^p`: p = 2 with eigenvalues corrected for
     the inverse, else 1.
 
     Args:
         theta: Log deviations of the whole at n probes, ``[n]``.
         tilted: Those with the counts :data:`TILTED`, ``[6, n]``.
-        tilt: The :math:`\epsilon` of these counts.
+        left_out: Those with the counts :data:`LEFT_OUT`, ``[4, n]``.
         corrected: Whether eigenvalues were corrected for the inverse.
 
     Returns:
         Errors ``[3, n]``, of one standard deviation of the whole each, and the bias ``[n]``.
 
     Example:
-        >>> theta, tilted = torch.zeros(1), torch.tensor([[0.3], [-0.1]] * 3)
-        >>> errors, bias = errors_and_bias(theta, tilted, 1.0)
-        >>> errors.flatten().tolist(), bias.tolist()  # a half, a third
-        ([0.20..., 0.20..., 0.20...], [0.0333...])
+        >>> theta, tilted = torch.zeros(1), torch.tensor([[0.19], [-0.19]] * 3)
+        >>> errors, bias = errors_and_bias(theta, tilted, torch.full((4, 1), 0.07))
+        >>> errors.flatten(), bias
+        (tensor([0.2000, 0.2000, 0.2000]), tensor([0.0900]))
     """
-    grown = (1 + tilt**2) ** (2 if corrected else 1) - 1
-    return (tilted[0::2] - tilted[1::2]) / (2 * tilt), (tilted.mean(0) - theta) / grown
+    grown = (4 / 3) ** (2 if corrected else 1) - 1
+    return (tilted[0::2] - tilted[1::2]) / (2 * TILT), (left_out.mean(0) - theta) / grown
 
 
 def evenly_split(errors: Tensor) -> Tensor:
@@ -241,12 +248,13 @@ def estimated_distance(errors: Tensor, bias: Tensor, n_draws: int = 4096) -> tup
     :math:`\sigma^2 \chi^2_3 / 3`, so that :math:`\mathrm{E}\, \hat\sigma = c_4 \sigma`. The mean
     is over normal z, divided by :math:`c_4`: without a bias its expectation is that of the true
     distance. The standard deviation is over z with the common scale of Student's t with three
-    degrees of freedom, which knows how badly :math:`\hat\sigma` is known.
+    degrees of freedom, which knows how badly :math:`\hat\sigma` is known, and the mean size of the
+    bias besides.
 
     Args:
         errors: Independent parts of the error at n probes, of one standard deviation each,
             ``[k, n]``.
-        bias: Difference of the halves' mean and the whole, ``[n]``.
+        bias: See :func:`errors_and_bias`, ``[n]``.
         n_draws: Number of random z, from a seed of their own.
 
     Returns:
@@ -255,7 +263,7 @@ def estimated_distance(errors: Tensor, bias: Tensor, n_draws: int = 4096) -> tup
     Example:
         >>> mean, deviation = estimated_distance(torch.zeros(3, 5), torch.full((5,), 0.1))
         >>> round(mean, 6), round(deviation, 6)
-        (0.1, 0.0)
+        (0.1, 0.1)
     """
     generator, e, b = torch.Generator().manual_seed(0), errors.double().cpu(), bias.double().cpu()
     z = torch.randn(n_draws, len(e), generator=generator, dtype=torch.float64)
@@ -264,4 +272,4 @@ def estimated_distance(errors: Tensor, bias: Tensor, n_draws: int = 4096) -> tup
     noise, scale = z @ e, chi.square().mean(1).sqrt()
     mean = (noise / c4 + b).abs().mean()
     deviation = (noise / scale[:, None] + b).abs().mean(1).std()
-    return float(mean), float(deviation)
+    return float(mean), float(torch.hypot(deviation, b.abs().mean()))

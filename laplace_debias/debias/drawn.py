@@ -69,7 +69,7 @@ class DrawnFactor:
     _new: Tensor | None = None
     _new_known: Tensor | None = None
     _new_rows: list[KeptRows] = field(default_factory=list)
-    _span: tuple[int, Span] | None = None  # of so many draws
+    _span: tuple[tuple[bool, ...], Span] | None = None  # of these draws
 
     def add(
         self, rows: Tensor, weights: Tensor, groups: Tensor, at: Tensor, first: int, n: int
@@ -190,9 +190,12 @@ class DrawnFactor:
                 parts.append(F.pad(kept, (0, 0, 0, longest - kept.shape[1])))
             numbers.append(at)
         at, order = torch.cat(numbers).sort()  # the order of the draw
-        base, weights = drawn.weights[at].to(Q.device), drawn.weighted(counts)[at].to(Q.device)
-        R, w = torch.cat(parts)[order.to(Q.device)], scale * weights
-        whole = len(at) == len(drawn.weights)
+        weights, n_kept = drawn.weighted(counts)[at], len(at)
+        counted = weights > 0
+        at, order, weights = at[counted], order[counted], weights[counted].to(Q.device)
+        base, w = drawn.weights[at].to(Q.device), scale * weights
+        R = torch.cat(parts)[order.to(Q.device)]
+        whole = n_kept == len(drawn.weights)
         runs = torch.zeros_like(at) if whole else at // RUN
         lam, often = lam.clamp(min=0), drawn.counts(counts)[at].to(w)
         more = (1 / w).clamp(max=1.0), (runs[1:] == runs[:-1]).to(Q.device), often
@@ -203,8 +206,9 @@ class DrawnFactor:
         if whole:
             reached = R.any(2)  # no rows of data that do not reach the layer
             owner = reached.nonzero()[:, 0]
-            if self._span is None or self._span[0] != len(at):
-                self._span = len(at), span_of(R[reached] * base[owner].sqrt()[:, None])
+            key = tuple(counted.tolist())
+            if self._span is None or self._span[0] != key:
+                self._span = key, span_of(R[reached] * base[owner].sqrt()[:, None])
             span = self._span[1]
             are_alone = (span.outside > 0).to(w)
             alone = alone.index_add(0, owner, are_alone) / reached.sum(1).clamp(min=1)

@@ -88,6 +88,8 @@ def outside_span(rows: Tensor) -> tuple[Tensor, int]:
 
     With :math:`S = X^\top X`, the squared distance of row i to that span is
     :math:`1 / (x_i^\top S^{+2} x_i)` if its leverage :math:`x_i^\top S^+ x_i` is 1, and 0 else.
+    As many rows as dimensions, or fewer, are taken to be independent, however steep their spectrum
+    is; dimensions (units) that no row reaches do not count.
 
     Args:
         rows: Rows ``[n, d]``.
@@ -100,16 +102,16 @@ def outside_span(rows: Tensor) -> tuple[Tensor, int]:
         >>> outside_span(torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 3.0, 0.0]]))
         (tensor([4., 0., 0.], dtype=torch.float64), 2)
     """
-    X = rows.double()
-    if len(X) <= X.shape[1]:
+    X, reached = rows.double(), int(rows.any(0).sum())
+    if len(X) <= reached:
         lam, U = torch.linalg.eigh(X @ X.T)
-    else:
-        lam, Q = torch.linalg.eigh(X.T @ X)
-        U = X @ Q / lam.clamp(min=1e-300).sqrt()
+        least = max(float(lam[-1]), 1e-300) * RANK_TOL if len(X) else 1.0
+        return 1 / (U.square() @ (1 / lam.clamp(min=least))), len(X)
+    lam, Q = torch.linalg.eigh(X.T @ X)
     kept = lam > RANK_TOL * lam[-1:].clamp(min=1e-300)
-    squares = U[:, kept].square()
-    alone = squares.sum(1) > 1 - ALONE_TOL
+    squares = (X @ Q[:, kept]).square() / lam[kept]
     nearness = (squares / lam[kept]).sum(1)
+    alone = squares.sum(1) > 1 - ALONE_TOL
     return torch.where(alone, 1 / nearness.clamp(min=1e-300), 0.0), int(kept.sum())
 
 
@@ -157,7 +159,7 @@ def null_tail(span: Span, d: int, rare: Tensor | None = None, w: Tensor | None =
         Curvatures ``[d - r + 1]``, descending; none if no row that is not certain is alone.
 
     Example:
-        >>> null_tail(span_of(torch.eye(4)[:2]), 4), len(null_tail(span_of(torch.ones(4, 4)), 4))
+        >>> null_tail(span_of(torch.eye(4)[:2]), 4), len(null_tail(span_of(torch.ones(5, 4)), 4))
         (tensor([0.6667, 0.6667, 0.6667], dtype=torch.float64), 0)
     """
     outside, of_half = (e if w is None else w * e for e in (span.outside, span.of_half))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from laplace_debias.debias.certificate import (
+    LEFT_OUT,
     SPLITS,
     TILT,
     TILTED,
@@ -104,19 +105,22 @@ def test_splits_are_the_three_ways_to_halve_four_groups():
             assert max(c) - 1 == pytest.approx(TILT) and 1 - min(c) == pytest.approx(TILT)
 
 
-@pytest.mark.parametrize(("tilt", "corrected"), [(1.0, True), (0.6, True), (0.6, False)])
-def test_errors_and_bias_of_a_quadratic_function_of_the_weights_are_found(tilt, corrected):
-    """Theta = linear + b / n^p, n the effective number of draws: errors are linear, and b."""
+def test_each_group_is_left_out_once():
+    for left, counts in enumerate(LEFT_OUT):
+        assert counts[left] == 0 and sum(counts) == pytest.approx(4)
+        assert {c for i, c in enumerate(counts) if i != left} == {4 / 3}
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_errors_and_bias_that_are_known_are_found(corrected):
+    """Theta = linear + b / n^p: errors are linear in the counts, b with the number of draws."""
     g = torch.Generator().manual_seed(0)
     slopes, b = (torch.randn(*s, generator=g, dtype=torch.float64) for s in ((4, 7), (7,)))
-    grown = (1 + tilt**2) ** (2 if corrected else 1)
-    tilted = []
-    for split in SPLITS:
-        for half in split:
-            counts = torch.tensor([1 + tilt if i in half else 1 - tilt for i in range(4)])
-            tilted.append(counts.double() @ slopes / 4 + b * grown)
+    linear = [torch.tensor(c, dtype=torch.float64) @ slopes / 4 for c in (*TILTED, *LEFT_OUT)]
     theta = slopes.mean(0) + b
-    errors, bias = errors_and_bias(theta, torch.stack(tilted), tilt, corrected=corrected)
+    grown = b * (4 / 3) ** (2 if corrected else 1)
+    fewer = torch.stack(linear[6:]) + grown
+    errors, bias = errors_and_bias(theta, torch.stack(linear[:6]), fewer, corrected=corrected)
     for error, (one, other) in zip(errors, SPLITS, strict=True):
         expected = (slopes[list(one)].mean(0) - slopes[list(other)].mean(0)) / 2
         torch.testing.assert_close(error, expected)
@@ -133,7 +137,7 @@ def test_halves_of_hardly_more_draws_than_dimensions_err_more_than_the_whole():
     lam, Q = torch.linalg.eigh(X.T @ X)
     ridges = torch.tensor([ridge * N], dtype=torch.float64)
     full = log_deviations([EigenFactors(Q, lam)], J, ridges)
-    truth, found = 0.0, {TILT: 0.0, 1.0: 0.0}
+    truth, found, of_halves = 0.0, 0.0, 0.0
     for _ in range(30):
         rows = X[torch.randperm(N, generator=g)[:n]]
         pi, groups = torch.full((n,), n / N, dtype=torch.float64), torch.arange(n) % 4
@@ -148,16 +152,15 @@ def test_halves_of_hardly_more_draws_than_dimensions_err_more_than_the_whole():
 
         whole = theta(ALIKE)
         truth += float((whole - full).abs().mean())
-        for tilt in found:
-            counts = [
-                [1 + tilt if i in half else 1 - tilt for i in range(4)]
-                for split in SPLITS
-                for half in split
-            ]
-            errors, bias = errors_and_bias(whole, torch.stack([theta(c) for c in counts]), tilt)
-            found[tilt] += estimated_distance(errors / 3**0.5, bias, 256)[0]
-    assert 0.8 < found[TILT] / truth < 1.6
-    assert found[1.0] / truth > 2
+        tilted, left_out = (torch.stack([theta(c) for c in all_]) for all_ in (TILTED, LEFT_OUT))
+        errors, bias = errors_and_bias(whole, tilted, left_out)
+        found += estimated_distance(errors / 3**0.5, bias, 256)[0]
+        halves = [[2.0 * (i in half) for i in range(4)] for split in SPLITS for half in split]
+        cut = torch.stack([theta(c) for c in halves])
+        errors, bias = (cut[0::2] - cut[1::2]) / 2, (cut.mean(0) - whole) / 3
+        of_halves += estimated_distance(errors / 3**0.5, bias, 256)[0]
+    assert 0.8 < found / truth < 1.7
+    assert of_halves / truth > 2
 
 
 def test_errors_of_known_size_are_found():
