@@ -7,6 +7,7 @@ is in ``inverse_methods``, those that lost included.
     python -m examples.research.inverse_lab --draws 20            # small problems, an hour
     python -m examples.research.inverse_lab --problems diabetes 1-D --draws 4
     python -m examples.research.inverse_lab --certificate         # is the estimated distance right?
+    python -m examples.research.inverse_lab --problems tiny-relu tiny-tanh --certificate --draws 20
     python -m examples.research.inverse_lab --log-dets            # the same cells, another judge
     python -m examples.research.inverse_lab --nll-gaps            # and another one
     python -m examples.research.inverse_lab --prior-changes       # a prior changed after the fit
@@ -30,7 +31,7 @@ from statistics import mean, stdev
 import torch
 
 from examples.research.inverse_methods import FEW_FORWARD, METHODS, auto
-from examples.research.inverse_problems import PROBLEMS, InverseProblem, all_cnn_c
+from examples.research.inverse_problems import PROBLEMS, TINY, InverseProblem, all_cnn_c
 from laplace_debias import posterior_distance
 from laplace_debias.evaluation.sweep import sweep_prior_precision
 from laplace_debias.posterior import DebiasedKronLaplace
@@ -57,7 +58,7 @@ ROUNDING = 1e-9
 def budgets_of(p: InverseProblem, only: list[int] | None = None) -> tuple[int, ...]:
     """Numbers of backward passes; of these, only some."""
     classes = p.likelihood == "classification"
-    every = (36, 144, 576, 2304) if classes else (16, 64, 256, len(p.x))
+    every = p.budgets or ((36, 144, 576, 2304) if classes else (16, 64, 256, len(p.x)))
     return tuple(P for P in every if only is None or P in only)
 
 
@@ -251,7 +252,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*PROBLEMS, "All-CNN-C"]
+    names = [*PROBLEMS, *TINY, "All-CNN-C"]
     parser.add_argument("--problems", nargs="*", choices=names, default=list(PROBLEMS))
     methods = [*METHODS, *FEW_FORWARD]
     parser.add_argument("--methods", nargs="*", choices=methods, default=list(METHODS))
@@ -268,7 +269,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs/inverse_lab"))
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    made: dict[str, Callable[[], InverseProblem]] = dict(PROBLEMS)
+    made: dict[str, Callable[[], InverseProblem]] = PROBLEMS | TINY
     made["All-CNN-C"] = partial(all_cnn_c, args.folder, args.weights)
     for at, name in enumerate(args.problems):
         p = made[name]()

@@ -37,6 +37,7 @@ class InverseProblem:
     sigma_noise: float = 1.0
     batch_size: int = 250
     recorder: CurvatureRecorder | None = None  # what training has kept
+    budgets: tuple[int, ...] = ()  # of backward passes, if not the usual ones
 
     @property
     def far(self) -> Tensor:
@@ -131,6 +132,32 @@ def classifier(name: str, recipe: str, n_test: int = 200) -> InverseProblem:
     )
 
 
+def tiny(activation: type[nn.Module], seed: int, epochs: int, n_dead: int = 0) -> InverseProblem:
+    """300 points of three classes and a network of two small layers: no rule was made on these."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(360, 5, generator=g)
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    torch.manual_seed(seed)
+    net = mlp(5, 20, 12, 3, activation=activation)
+    loss = nn.functional.cross_entropy
+    net = trained(net, x[:300], y[:300], loss, epochs, 1e-2, 300)
+    with torch.no_grad():
+        net[0].bias[:n_dead] = -100.0  # units that are never active
+    x = x.double()
+    test, name = (x[300:], y[300:]), f"tiny-{activation.__name__.lower()}"
+    return InverseProblem(
+        name + "-dead" * (n_dead > 0),
+        net,
+        "classification",
+        x[:300],
+        y[:300],
+        x[300:],
+        (0.1, 10.0),
+        test,
+        budgets=(8, 16, 24, 40, 80),
+    )
+
+
 def all_cnn_c(folder: Path, weights: Path, n: int = 800, n_test: int = 8) -> InverseProblem:
     """All-CNN-C, weights only and in single precision; n images are its training set.
 
@@ -216,4 +243,11 @@ PROBLEMS: dict[str, Callable[[], InverseProblem]] = {
     "friedman": friedman,
 }
 
-__all__ = ["PROBLEMS", "InverseProblem", "all_cnn_c", "clusters"]
+TINY: dict[str, Callable[[], InverseProblem]] = {
+    "tiny-relu": lambda: tiny(nn.ReLU, 1, 60),
+    "tiny-relu-dead": lambda: tiny(nn.ReLU, 0, 200, n_dead=4),
+    "tiny-tanh": lambda: tiny(nn.Tanh, 2, 100),
+}
+"""What nothing was chosen on: is the estimated distance right there, too?"""
+
+__all__ = ["PROBLEMS", "TINY", "InverseProblem", "all_cnn_c", "clusters"]
