@@ -244,10 +244,10 @@ PROBLEMS: dict[str, Callable[[], InverseProblem]] = {
 }
 
 TINY: dict[str, Callable[[], InverseProblem]] = {
-    "tiny-relu": lambda: tiny(nn.ReLU, 1, 60),
-    "tiny-relu-dead": lambda: tiny(nn.ReLU, 0, 200, n_dead=4),
-    "tiny-tanh": lambda: tiny(nn.Tanh, 2, 100),
+    "tiny-relu": lambda: tiny(nn.ReLU, 11, 60),
+    "tiny-relu-dead": lambda: tiny(nn.ReLU, 12, 200, n_dead=4),
+    "tiny-tanh": lambda: tiny(nn.Tanh, 13, 100),
 }
-"""What nothing was chosen on: is the estimated distance right there, too?"""
+"""Nothing was chosen on these: is the estimated distance right there, too?"""
 
 __all__ = ["PROBLEMS", "TINY", "InverseProblem", "all_cnn_c", "clusters"]
