@@ -244,13 +244,17 @@ class _Fit:
         with self.engine.cost.stage("certificate"):
             J, ridges = self._rotated_probes(), self.ridges.to(moments.outputs.device)
             theta = log_deviations(blocks, J, ridges)
-        counts = (*TILTED, *LEFT_OUT) if rounds.factors else ()
-        others = [log_deviations(self.blocks(c), J, ridges) for c in counts]  # one at a time
+        sets = [TILTED] if rounds.factors else []
+        if any(f.loses_span(rounds.drawn, c) for f in rounds.factors for c in LEFT_OUT):
+            sets.append(LEFT_OUT)
+        others = [  # one at a time
+            torch.stack([log_deviations(self.blocks(c), J, ridges) for c in counts])
+            for counts in sets
+        ]
         with self.engine.cost.stage("certificate"):
             errors, bias = theta.new_zeros(0, len(theta)), torch.zeros_like(theta)
             if others:
-                parts = torch.stack(others).split((len(TILTED), len(LEFT_OUT)))
-                errors, bias = errors_and_bias(theta, *parts, corrected=self.correct)
+                errors, bias = errors_and_bias(theta, *others, corrected=self.correct)
                 errors = evenly_split(errors)
                 rarity = 1.0 if rounds.stale is not None else rounds.drawn.rarity(rounds.scale)
                 errors = errors * (rarity / len(errors)) ** 0.5

@@ -18,10 +18,12 @@ neighbours are alike (:func:`evenly_split`). With :math:`\epsilon = 1` these wou
 themselves, which may have fewer draws than dimensions where the whole has not, and then err far
 more; with less, they span what the whole spans.
 
-What lies outside that span only fewer draws can show. Leaving out one group after the other gives
-four posteriors of three quarters of the draws. What falls as :math:`1 / n^2`, as the correction for
-the inverse leaves it, is :math:`(4/3)^2` times as large there: their mean differs from the whole by
-7/9 of the whole's bias (bias).
+Counts like these vary by :math:`\epsilon^2`, so that what falls as :math:`1 / n` is
+:math:`1 + \epsilon^2` times as large; what falls as :math:`1 / n^2`, as the correction for the
+inverse leaves it, :math:`(1 + \epsilon^2)^2` times. So the mean of the six tells the bias. What is
+outside their span only fewer draws can show: where draws are alone in a direction once a group is
+left out, the bias comes from leaving out one group after the other, :math:`(4/3)^2` times as large
+there.
 
 Three splits know a standard deviation badly, and too small on average: by
 :math:`c_4 = \sqrt{2/3}\, \Gamma(2) / \Gamma(3/2)` of three degrees of freedom. The estimate divides
@@ -177,12 +179,13 @@ def input_noise(
 
 
 def errors_and_bias(
-    theta: Tensor, tilted: Tensor, left_out: Tensor, *, corrected: bool = True
+    theta: Tensor, tilted: Tensor, left_out: Tensor | None = None, *, corrected: bool = True
 ) -> tuple[Tensor, Tensor]:
     r"""What posteriors of tilted and of fewer draws say of the whole's.
 
     .. math:: e_s = \frac{\theta_s^+ - \theta_s^-}{2 \epsilon}, \qquad
-              b = \frac{\bar\theta_{3/4} - \theta}{(4/3)^p - 1}
+              b = \frac{\bar\theta_{3/4} - \theta}{(4/3)^p - 1} \quad \text{or} \quad
+              b = \frac{\bar\theta^\pm - \theta}{(1 + \epsilon^2)^p - 1}
 
     for a bias of the whole that falls as :math:`1 / n^p`: p = 2 with eigenvalues corrected for
     the inverse, else 1.
@@ -190,7 +193,7 @@ def errors_and_bias(
     Args:
         theta: Log deviations of the whole at n probes, ``[n]``.
         tilted: Those with the counts :data:`TILTED`, ``[6, n]``.
-        left_out: Those with the counts :data:`LEFT_OUT`, ``[4, n]``.
+        left_out: Those with the counts :data:`LEFT_OUT`, ``[4, n]``, where they lose span.
         corrected: Whether eigenvalues were corrected for the inverse.
 
     Returns:
@@ -202,8 +205,10 @@ def errors_and_bias(
         >>> errors.flatten(), bias
         (tensor([0.2000, 0.2000, 0.2000]), tensor([0.0900]))
     """
-    grown = (4 / 3) ** (2 if corrected else 1) - 1
-    return (tilted[0::2] - tilted[1::2]) / (2 * TILT), (left_out.mean(0) - theta) / grown
+    fewer = 4 / 3 if left_out is not None else 1 + TILT**2
+    others = tilted if left_out is None else left_out
+    bias = (others.mean(0) - theta) / (fewer ** (2 if corrected else 1) - 1)
+    return (tilted[0::2] - tilted[1::2]) / (2 * TILT), bias
 
 
 def evenly_split(errors: Tensor) -> Tensor:

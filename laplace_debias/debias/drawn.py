@@ -35,7 +35,7 @@ from laplace_debias.debias.drawn_rows import (
 )
 from laplace_debias.debias.eigen import eigh_float64
 from laplace_debias.debias.leverages import BlockGrams
-from laplace_debias.debias.span import NullSpace, Span, null_tail, span_of
+from laplace_debias.debias.span import NullSpace, Span, null_tail, outside_span, span_of
 from laplace_debias.network.ownership import RowsKey
 
 __all__ = ["DrawnFactor"]
@@ -160,6 +160,26 @@ class DrawnFactor:
         assert self.sums is not None  # a round has been closed
         return (self.sums * self.sums.new_tensor(counts)[:, None, None]).mean(0) * scale
 
+    def loses_span(self, drawn: DrawnRows, counts: Sequence[float]) -> bool:
+        """Whether draws that are alone in a direction are left if groups count so often.
+
+        Args:
+            drawn: Weights and groups of all draws.
+            counts: How often each group counts, of mean 1.
+
+        Returns:
+            Whether any is; not known, and not likely, of blocks and of a part of the draws.
+        """
+        if any(isinstance(rows, BlockGrams) for rows, _ in self.rows):
+            return False
+        if sum(len(at) for _, at in self.rows) < len(drawn.weights):
+            return False
+        weights = drawn.weighted(counts)
+        kept = [(numbers_of(rows), weights[at] > 0) for rows, at in self.rows]
+        parts = [rows[counted.to(rows.device)] for rows, counted in kept]
+        flat = torch.cat([rows.flatten(0, 1) for rows in parts])
+        return bool((outside_span(flat[flat.any(1)])[0] > 0).any())
+
     def spectrum(
         self,
         drawn: DrawnRows,
@@ -192,10 +212,13 @@ class DrawnFactor:
         at, order = torch.cat(numbers).sort()  # the order of the draw
         weights, n_kept = drawn.weighted(counts)[at], len(at)
         counted = weights > 0
+        thin = as_blocks and tuple(counts) != ALIKE  # they cost more, for a small correction
+        if thin:
+            counted &= at // RUN % 2 == 0
         at, order, weights = at[counted], order[counted], weights[counted].to(Q.device)
         base, w = drawn.weights[at].to(Q.device), scale * weights
         R = torch.cat(parts)[order.to(Q.device)]
-        whole = n_kept == len(drawn.weights)
+        whole = n_kept == len(drawn.weights) and not thin
         runs = torch.zeros_like(at) if whole else at // RUN
         lam, often = lam.clamp(min=0), drawn.counts(counts)[at].to(w)
         more = (1 / w).clamp(max=1.0), (runs[1:] == runs[:-1]).to(Q.device), often

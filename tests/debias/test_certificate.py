@@ -125,6 +125,9 @@ def test_errors_and_bias_that_are_known_are_found(corrected):
         expected = (slopes[list(one)].mean(0) - slopes[list(other)].mean(0)) / 2
         torch.testing.assert_close(error, expected)
     torch.testing.assert_close(bias, b)
+    grown = b * (1 + TILT**2) ** (2 if corrected else 1)
+    tilted = torch.stack(linear[:6]) + grown
+    torch.testing.assert_close(errors_and_bias(theta, tilted, corrected=corrected)[1], b)
 
 
 def test_halves_of_hardly_more_draws_than_dimensions_err_more_than_the_whole():

@@ -174,3 +174,32 @@ def test_sequences_of_different_lengths_have_rows_of_zeros():
         factor.close(1.0, 1.0, distinct=True)
         found.append(corrected_block(factor.spectrum(drawn, 1.0), None, 1e-3).lam_B)
     torch.testing.assert_close(*found)
+
+
+def test_blocks_of_tilted_draws_are_those_of_every_second_run():
+    generator = torch.Generator().manual_seed(0)
+    rows, n = torch.randn(32, 5, 3, generator=generator, dtype=torch.float64), 32
+    pi, groups = torch.full((n,), 0.2, dtype=torch.float64), torch.arange(n) % N_GROUPS
+    factor, drawn = DrawnFactor(()), DrawnRows()
+    drawn.add(pi, groups, 1.0, 1.0)
+    factor.add(rows, 1 / pi, groups, torch.arange(n), 0, n)
+    factor.close(1.0, 1.0, distinct=True)
+    whole, tilted = (factor.spectrum(drawn, 1.0, c) for c in ((1,) * 4, (1.5, 0.5, 1.5, 0.5)))
+    assert len(whole.probabilities) == 32 and len(tilted.probabilities) == 16
+    assert tilted.linked.tolist() == [True] * 7 + [False] + [True] * 7
+    assert whole.linked.all()
+
+
+def test_what_is_alone_without_a_group_is_seen():
+    """Two draws of group 0 share a dimension with none: without them nothing, without 1, one."""
+    X = torch.randn(12, 1, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    X[:, 0, 2] = 0.0
+    X[0, 0, 2], X[1, 0, 2] = 1.0, 2.0
+    pi, groups = torch.full((12,), 0.2, dtype=torch.float64), torch.arange(12) % N_GROUPS
+    factor, drawn = DrawnFactor(()), DrawnRows()
+    drawn.add(pi, groups, 1.0, 1.0)
+    factor.add(X, 1 / pi, groups, torch.arange(12), 0, 12)
+    factor.close(1.0, 1.0, distinct=True)
+    assert not factor.loses_span(drawn, (1, 1, 1, 1))
+    assert factor.loses_span(drawn, (4 / 3, 0, 4 / 3, 4 / 3))
+    assert not factor.loses_span(drawn, (4 / 3, 4 / 3, 0, 4 / 3))
