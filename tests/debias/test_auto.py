@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_debias import CurvatureRecorder, Laplace, posterior_distance
 from laplace_debias.debias import auto as module
 from laplace_debias.debias.certificate import SPLITS, TILT
+from laplace_debias.debias.drawn import DrawnFactor
 from laplace_debias.debias.drawn_rows import DrawnRows
 from laplace_debias.debias.rounds import Rounds
 
@@ -390,6 +391,22 @@ def test_tilted_halves_show_the_noise_of_the_whole(net, monkeypatch, stale):
     share = 1.0 if stale else rarities[-1]
     expected = (others[0::2] - others[1::2]) / (2 * TILT) * (share / 3) ** 0.5
     torch.testing.assert_close(seen[-1][:3], expected)
+
+
+@pytest.mark.parametrize("loses", [True, False])
+def test_groups_are_left_out_where_that_loses_span(net, monkeypatch, loses):
+    """Then their mean tells the bias, by 7/9 of it; else that of the tilted ones does."""
+    values, seen, plain = [], [], module.log_deviations
+    monkeypatch.setattr(DrawnFactor, "loses_span", lambda *_: loses)
+    monkeypatch.setattr(module, "log_deviations", lambda *a: values.append(plain(*a)) or values[-1])
+    monkeypatch.setattr(
+        module, "estimated_distance", lambda errors, bias: seen.append(bias) or (0.5, 0.1)
+    )
+    auto(net, tolerance=None, n_passes=100)
+    assert len(values) == (11 if loses else 7)
+    fewer, grown = (values[7:], (4 / 3) ** 2) if loses else (values[1:], (1 + TILT**2) ** 2)
+    expected = (torch.stack(fewer).mean(0) - values[0]) / (grown - 1)
+    torch.testing.assert_close(seen[-1], expected)
 
 
 @pytest.mark.parametrize("pool", [100, 200])
