@@ -86,6 +86,18 @@ def test_rows_are_alone_however_many_there_are():
     assert float(tail.sum()) == pytest.approx(float((w * found).sum()))
 
 
+def test_units_that_no_row_reaches_are_no_dimensions():
+    """Five rows of three live units span them; in eight live ones they are independent."""
+    g = torch.Generator().manual_seed(2)
+    X = torch.randn(5, 8, generator=g, dtype=torch.float64)
+    X[:, 3:] *= 1e-9  # steep, but independent
+    found, rank = outside_span(X)
+    assert bool((found > 0).all()) and rank == 5
+    X[:, 3:] = 0.0
+    assert outside_span(X)[1] == 3 and not bool(outside_span(X)[0].any())
+    assert not len(null_tail(span_of(X), 8))
+
+
 def rarely_active(n, generator):
     """Rows of 30 dimensions, ten of which are those of units that are active once in fifty."""
     X = torch.randn(n, 30, generator=generator, dtype=torch.float64)
