@@ -244,12 +244,12 @@ class _Fit:
         with self.engine.cost.stage("certificate"):
             J, ridges = self._rotated_probes(), self.ridges.to(moments.outputs.device)
             theta = log_deviations(blocks, J, ridges)
-        sets = [TILTED] if rounds.factors else []
-        if any(f.loses_span(rounds.drawn, c) for f in rounds.factors for c in LEFT_OUT):
-            sets.append(LEFT_OUT)
+            pairs = ((f, c) for f in rounds.factors for c in LEFT_OUT)
+            loses = any(f.loses_span(rounds.drawn, c) for f, c in pairs)
+        sets = [TILTED, LEFT_OUT] if from_main(loses) else [TILTED]  # in all processes alike
         others = [  # one at a time
             torch.stack([log_deviations(self.blocks(c), J, ridges) for c in counts])
-            for counts in sets
+            for counts in (sets if rounds.factors else [])
         ]
         with self.engine.cost.stage("certificate"):
             errors, bias = theta.new_zeros(0, len(theta)), torch.zeros_like(theta)
