@@ -32,7 +32,7 @@ from laplace_debias.kfac.grams import InputGram
 from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.kfac.norms import NormGram
 from laplace_debias.kfac.originals import OriginalGram
-from laplace_debias.kfac.rotations import RotatedInputs, input_gram, output_grams
+from laplace_debias.kfac.rotations import input_gram, output_grams
 from laplace_debias.kfac.row_counts import RowCounter, input_rows, output_rows
 from laplace_debias.kfac.thin import curvatures_of
 from laplace_debias.network.calling import (
@@ -77,11 +77,13 @@ class Engine(EngineInterface):
         count_rows: bool = False,
         along: Sequence[Block] | None = None,
         few_rows: bool = False,
+        pixels: Container[str] = (),
     ) -> Factors:
         """See :meth:`EngineInterface.factors`."""
         if self.chunk is not None and (n := size_of(X, self.key)) > self.chunk:
             again = partial(self.factors, inputs=inputs, outputs=outputs, rows_from=rows_from)
             again = partial(again, count_rows=count_rows, along=along, few_rows=few_rows)
+            again = partial(again, pixels=pixels)
             pieces = in_pieces(X, targets, weights, self.key, n, self.chunk)
             return reduce(add, (again(*piece) for piece in pieces))
         y, own = apart(targets)
@@ -92,7 +94,7 @@ class Engine(EngineInterface):
             weights_only, inputs = [p for p in weights_only if p.name in inputs], True
         Q = dict(zip(self.names, along or (), strict=along is not None))
         grams = {
-            p.name: input_gram(self.kfac_approx, p.name, Q.get(p.name), few_rows)
+            p.name: input_gram(self.kfac_approx, p.name, Q.get(p.name), few_rows, p.name in pixels)
             for p in weights_only
             if inputs
         }
@@ -201,12 +203,9 @@ class Engine(EngineInterface):
         """A of a weight, zero if no datum was routed to its layer."""
         if gram is None:
             return None
-        if gram.n_rows:
-            return gram.result(n)
-        weight, d_in = p.layers[0].weight, n_in(p.layers[0])
-        rotated = isinstance(gram, RotatedInputs)
-        dtype = torch.float64 if rotated else torch.promote_types(weight.dtype, torch.float32)
-        return weight.new_zeros(d_in if rotated else (d_in, d_in), dtype=dtype)
+        layer = p.layers[0]
+        assert is_kfac_layer(layer)  # normalisations have one factor
+        return gram.result(n) if gram.n_rows else gram.zeros(layer)
 
     def _outputs(
         self,

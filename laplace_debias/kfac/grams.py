@@ -40,7 +40,7 @@ from laplace_debias.kfac.few_rows import (
     scaled,
 )
 from laplace_debias.kfac.shifts import saves_work, shifted_gram
-from laplace_debias.network.layers import KFACLayer, has_rows_last, n_out
+from laplace_debias.network.layers import KFACLayer, has_rows_last, n_in, n_out
 from laplace_debias.network.unfold import (
     conv_image,
     conv_windows,
@@ -156,6 +156,11 @@ class InputGram:
     def summed(self, rows: Tensor, scale: float) -> Tensor:
         """What some rows ``[r, d_in]`` come to, as a sum times ``scale``."""
         return _gram(rows, scale, self.few)
+
+    def zeros(self, layer: KFACLayer) -> Tensor:
+        """What no datum comes to: a matrix, or curvatures along a basis."""
+        weight, d_in = layer.weight, n_in(layer)
+        return weight.new_zeros(d_in, d_in, dtype=torch.promote_types(weight.dtype, torch.float32))
 
     @property
     def n_rows(self) -> int:

@@ -137,6 +137,7 @@ class EngineInterface:
         count_rows: bool = False,
         along: Sequence[Block] | None = None,
         few_rows: bool = False,
+        pixels: Container[str] = (),
     ) -> Factors:
         """Factors of one mini-batch; the network is left as found.
 
@@ -156,6 +157,8 @@ class EngineInterface:
                 them, ``diag(Q^T B Q)``, ``[d]`` in float64, and never formed itself.
             few_rows: Whether factors of few rows are given by these, see
                 :mod:`laplace_debias.kfac.few_rows`.
+            pixels: Names of convolutions' weights whose A is but the covariance of their pixels,
+                see :mod:`laplace_debias.kfac.pixels`.
 
         Returns:
             The factors, in at least single precision.

@@ -27,9 +27,10 @@ from laplace_debias.kfac import few_rows, grams
 from laplace_debias.kfac.factors import Block
 from laplace_debias.kfac.few_rows import KFACApprox, add_gram_, as_matrix, mirror_
 from laplace_debias.kfac.grams import InputGram, OutputGram, input_mean
+from laplace_debias.kfac.pixels import PixelGram
 from laplace_debias.kfac.shifts import saves_work
 from laplace_debias.kfac.thin import curvatures_of, is_thin, with_null_space
-from laplace_debias.network.layers import KFACLayer, has_rows_last, is_kfac_layer
+from laplace_debias.network.layers import KFACLayer, has_rows_last, is_kfac_layer, n_in
 from laplace_debias.network.ownership import OwnedParameter
 from laplace_debias.network.unfold import conv_image, n_positions, unfolded
 
@@ -114,6 +115,10 @@ class RotatedInputs(InputGram):
         """Sum over rows ``[r, d_in]`` of ``(Q^T a)^2``, times ``scale``."""
         return squares_along(rows, self.Q).mul_(scale)
 
+    def zeros(self, layer: KFACLayer) -> Tensor:
+        """What no datum comes to."""
+        return layer.weight.new_zeros(n_in(layer), dtype=torch.float64)
+
 
 class RotatedOutputs(OutputGram):
     """Accumulates ``diag(Q_B^T B Q_B)`` of one layer over backward vectors.
@@ -148,7 +153,11 @@ class RotatedOutputs(OutputGram):
 
 
 def input_gram(
-    approx: KFACApprox, name: str, Q: Block | None = None, few: bool = False
+    approx: KFACApprox,
+    name: str,
+    Q: Block | None = None,
+    few: bool = False,
+    pixels: bool = False,
 ) -> InputGram:
     """What sums the input rows of a weight: to A, or to its curvatures along ``Q``.
 
@@ -157,6 +166,7 @@ def input_gram(
         name: What the weight is called in errors.
         Q: Eigenvectors ``[Q_B, Q_A]`` of its block, if there are any.
         few: Whether to keep the rows behind A as such where they are few.
+        pixels: Whether the covariance of pixels is to take the place of A.
 
     Returns:
         The accumulator.
@@ -165,7 +175,9 @@ def input_gram(
         >>> type(input_gram("expand", "weight")).__name__
         'InputGram'
     """
-    return InputGram(approx, name, few) if Q is None else RotatedInputs(Q[1], approx, name)
+    if Q is not None:
+        return RotatedInputs(Q[1], approx, name)
+    return (PixelGram if pixels else InputGram)(approx, name, few)
 
 
 def output_grams(

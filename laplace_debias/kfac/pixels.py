@@ -1,0 +1,116 @@
+r"""Covariance of the pixels that a convolution sees: the middle block of its input factor.
+
+A convolution's patch holds ``k`` pixels of ``c`` channels, ``a = (a_1, ..., a_k)``. Its input
+factor ``A = mean a a^T`` has the blocks ``A[u, v] = mean a_u a_v^T``. The block ``A[m, m]`` of the
+pixel in the middle of the kernel takes no patches and a k^2-th of the multiplications.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from laplace_debias.kfac.few_rows import as_matrix
+from laplace_debias.kfac.grams import InputGram
+from laplace_debias.network.layers import KFACLayer, has_rows_last
+from laplace_debias.network.unfold import Conv, conv_image, n_positions
+
+__all__ = ["PixelGram", "n_pixels", "pixel_block", "pixel_rows"]
+
+
+def n_pixels(layer: KFACLayer) -> int:
+    """Number k of pixels in a patch of a layer; 1 for linear layers.
+
+    Args:
+        layer: ``Linear``, ``Conv1d``, ``Conv2d`` or ``Conv3d``.
+
+    Example:
+        >>> n_pixels(torch.nn.Conv2d(1, 1, 3)), n_pixels(torch.nn.Linear(2, 2))
+        (9, 1)
+    """
+    return 1 if has_rows_last(layer) else prod(layer.kernel_size)
+
+
+def pixel_block(A: Tensor, c: int) -> Tensor:
+    """Block of the pixel in the middle of the kernel.
+
+    Args:
+        A: Input factor ``[c * k, c * k]`` of a convolution.
+        c: Number of its channels.
+
+    Returns:
+        A copy, ``[c, c]``.
+
+    Example:
+        >>> pixel_block(torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])), 2)
+        tensor([[2., 0.],
+                [0., 5.]])
+    """
+    k = len(A) // c
+    return A.view(c, k, c, k)[:, k // 2, :, k // 2].clone()
+
+
+def pixel_rows(layer: Conv, x: Tensor) -> Tensor:
+    """Pixels in the middle of all patches, with zeros where these are outside of the image.
+
+    Args:
+        layer: ``Conv1d``, ``Conv2d`` or ``Conv3d``.
+        x: Its input ``[n, C_in, *spatial]``.
+
+    Returns:
+        Columns ``[C_in / groups, n * positions]``.
+
+    Example:
+        >>> layer = torch.nn.Conv1d(1, 1, 3, padding=1, stride=2)
+        >>> pixel_rows(layer, torch.arange(5.0).reshape(1, 1, 5))
+        tensor([[0., 2., 4.]])
+    """
+    x, pads = conv_image(layer, x)
+    sizes, middle = x.shape[2:], n_pixels(layer) // 2
+    inside, outside = [slice(None), slice(None)], list[int]()
+    geometry = zip(sizes, layer.kernel_size, layer.dilation, pads, layer.stride, strict=True)
+    for i, (size, k, d, pad, s) in enumerate(geometry):
+        u = middle // prod(layer.kernel_size[i + 1 :]) % k
+        first, count = d * u - pad[0], n_positions(size, k, d, pad, s)
+        before = min(max(0, -(first // s)), count)  # positions whose pixel is before the image
+        there = min(max(0, -(-(size - first) // s)), count)
+        inside.append(
+            slice(first + s * before, first + s * (there - 1) + 1 if there > before else 0, s)
+        )
+        outside = [before, count - max(there, before), *outside]
+    part = x[tuple(inside)]
+    if any(outside):
+        part = F.pad(part, outside)
+    return part.transpose(0, 1).reshape(x.shape[1], -1)
+
+
+class PixelGram(InputGram):
+    """Accumulates the covariance of pixels instead of A.
+
+    Example:
+        >>> gram, layer = PixelGram(), torch.nn.Conv1d(1, 1, 3, padding=1)
+        >>> gram.add(layer, torch.tensor([[[1.0, 2.0, 3.0]]]))
+        >>> gram.result(n=1)
+        tensor([[4.6667]])
+    """
+
+    def mean(self, layer: KFACLayer, a: Tensor) -> tuple[Tensor, int]:
+        """Mean over data and positions, and their number."""
+        if has_rows_last(layer):
+            return super().mean(layer, a)
+        a = a.to(torch.promote_types(a.dtype, torch.float32))
+        columns = pixel_rows(layer, a)
+        return self.summed(columns.T, 1 / columns.shape[1]), columns.shape[1]
+
+    def summed(self, rows: Tensor, scale: float) -> Tensor:
+        """A matrix, however few rows there are."""
+        return as_matrix(super().summed(rows, scale))
+
+    def zeros(self, layer: KFACLayer) -> Tensor:
+        """What no datum comes to."""
+        zeros = super().zeros(layer)
+        c = len(zeros) // n_pixels(layer)
+        return zeros[:c, :c]
