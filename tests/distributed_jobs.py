@@ -208,6 +208,21 @@ def stale(rank=None, sizes=()):
     return {"H": la.H.to_matrix()}
 
 
+def patches(rank=None, sizes=()):
+    """An automatic fit whose convolution sees the patches of few data, and the pixels of all."""
+    case, (X, y) = cases.CNN, cases.CNN.data(160)
+    start, n = (0, 40) if rank is None else (sum(sizes[:rank]), sizes[rank])
+    own = [slice(at + start, at + start + n) for at in range(0, 160, 40) if n]
+    la = Laplace(
+        case.model(), case.likelihood, "all", "kron", debias="auto", tolerance=None, n_passes=48,
+        generator=seeded(rank),
+    )  # fmt: skip
+    few = {"LEAST_PATCHES": 40, "MOST_FOR_PATCHES": 1.0, "ROWS_PER_DIMENSION": 1}
+    with same_draws(), mock.patch.multiple("laplace_debias.debias.pool_inputs", **few):
+        la.fit([(X[part], y[part]) for part in own], n_data=N)
+    return {"H": la.H.to_matrix(), "distance": la.fit_report.distance}
+
+
 def tuned(rank=None, sizes=()):
     """Prior precision, temperature and layer-wise priors, by all shares of the validation data."""
     case = cases.MLP
@@ -362,6 +377,7 @@ def main(rank, size, folder):
     found["sampled"] = sampled(rank, sizes)
     found["stale"] = stale(rank, sizes)
     found["budgeted"] = budgeted(rank, sizes)
+    found["patches"] = patches(rank, sizes)
     found["tuned"] = tuned(rank, sizes)
     found["compared"] = [compared(rank, sizes, f"{folder}/cells") for _ in range(2)]
     found["dealt out"] = dealt_out(rank, size)

@@ -135,7 +135,7 @@ class _Fit:
         """Whether this is the full batch."""
         rounds = self.rounds
         done = rounds.exhausted or not rounds.factors
-        return rounds.whole and done and rounds.moments.complete
+        return rounds.whole and done and rounds.moments.inputs.complete(rounds.pool.size)
 
     def fit(self) -> FitResult:
         """Rounds until the tolerance, a budget or the end of the data is reached."""
@@ -210,7 +210,7 @@ class _Fit:
                 ["B"] * len(rounds.factors),
             )
             of_key = {f.key: (f, pair) for f, pair in zip(rounds.factors, pairs, strict=True)}
-            A, output, found = moments.decomposed(), None, []
+            A, output, found = moments.inputs.decomposed(), None, []
             spectrum: tuple[RowsKey, Spectrum] | None = None  # of one layer at a time
             for i, p in enumerate(self.engine.owned):
                 key = rows_key(p)
@@ -258,9 +258,9 @@ class _Fit:
                 errors = evenly_split(errors)
                 rarity = 1.0 if rounds.stale is not None else rounds.drawn.rarity(rounds.scale)
                 errors = errors * (rarity / len(errors)) ** 0.5
-            deltas = moments.halves(rounds.data.n_data)
-            if any(delta is not None for delta in deltas):
-                errors = torch.cat([errors, input_noise(blocks, deltas, J, ridges)[None]])
+            for deltas in moments.inputs.noises(moments.size, rounds.data.n_data):
+                if any(delta is not None for delta in deltas):
+                    errors = torch.cat([errors, input_noise(blocks, deltas, J, ridges)[None]])
             return estimated_distance(errors, bias)
 
     def _rotated_probes(self) -> list[Tensor]:
@@ -269,7 +269,7 @@ class _Fit:
         if self.probes is None:
             most = self.rounds.room.n_probes
             self.probes = probe_gradients(self.engine, *moments.probes(key, most), key)
-        A = moments.decomposed()
+        A = moments.inputs.decomposed()
         if self._rotated is None or self._rotated[0] is not A:
             pairs = zip(self.probes, A, strict=True)
             self._rotated = (A, [J if a is None else J @ a[0].to(J) for J, a in pairs])

@@ -72,6 +72,8 @@ LEFT_OUT = tuple(tuple(4 / 3 * (group != left) for group in range(4)) for left i
 """How often each group counts if one of them is left out."""
 N_FREE = 3
 """Degrees of freedom of the variance that three splits of four groups show."""
+MOST_SUMS = 16
+"""Most rows per probe and layer for the noise of input factors."""
 CERTAIN_RATIO = 3.0
 """How many times smaller a mean square has to be before its ratio counts."""
 
@@ -158,6 +160,9 @@ def input_noise(
     .. math:: \partial \log \sigma = - \frac{1}{2 \sigma^2}
               \sum_l \operatorname{tr} X_l^\top B_l X_l\, \Delta A_l, \qquad X_l = P_l^{-1} J_l
 
+    With many outputs of a layer the trace is estimated: the rows of :math:`B_l^{1/2} X_l` are
+    summed with :data:`MOST_SUMS` sets of random signs, from a seed of their own (Hutchinson 1989).
+
     Args:
         blocks: See :func:`log_deviations`.
         differences: Change of each block's A, ``None`` for none.
@@ -168,13 +173,18 @@ def input_noise(
         Changes ``[n]``.
     """
     change = torch.zeros(len(gradients[0]), dtype=torch.float64, device=gradients[0].device)
+    generator = torch.Generator().manual_seed(0)
     for block, delta, J, ridge in zip(blocks, differences, gradients, ridges, strict=True):
         if delta is None or block.Q_A is None:
             continue
         Q = block.Q_A.to(J)
         X = _rotated(block, J).double() / (block.table.double() + ridge)
         X = (X * block.lam_B.double().sqrt()[:, None]).to(J)
-        change += (X @ (Q.T @ delta.to(J) @ Q) * X).sum((1, 2)).double()
+        if X.shape[1] > MOST_SUMS:
+            signs = torch.randint(2, (len(X), MOST_SUMS, X.shape[1]), generator=generator)
+            X = (2 * signs - 1).to(X) / MOST_SUMS**0.5 @ X
+        X = X @ Q.T
+        change += (X @ delta.to(J) * X).sum((1, 2)).double()
     return -0.5 * change / (2 * log_deviations(blocks, gradients, ridges)).exp()
 
 

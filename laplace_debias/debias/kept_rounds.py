@@ -18,7 +18,8 @@ from laplace_debias.debias.leverages import BlockGrams
 
 __all__ = ["KeptRounds"]
 
-_MOMENTS = ("_parts", "_outputs", "_features", "_weights", "_sums", "loss", "size", "_per_datum")
+_MOMENTS = ("_outputs", "_features", "_weights", "_sums", "loss", "size")
+_INPUTS = ("parts", "pixels", "per_datum")
 _ROUNDS = ("_taken", "_precision", "_drawn_from", "n_drawn")
 _DRAWN = ("drawn", "known", "groups")
 
@@ -88,6 +89,7 @@ class KeptRounds:
             "seconds": time.perf_counter() - self.began,
             "own": self.own,
             "moments": {name: getattr(rounds.moments, name) for name in _MOMENTS},
+            "inputs": {name: getattr(rounds.moments.inputs, name) for name in _INPUTS},
             "rounds": {name: getattr(rounds, name) for name in _ROUNDS},
             "drawn": {name: getattr(rounds.drawn, name) for name in _DRAWN},
             "outputs": [
@@ -105,7 +107,8 @@ class KeptRounds:
             assert next(again, None) is None  # the pool notes that it is at its size
             self._growing, rounds.pool.ended = None, kept["ended"]
         self.own, self.began = kept["own"], time.perf_counter() - kept["seconds"]
-        for owner, names in ((rounds.moments, "moments"), (rounds, "rounds")):
+        owners = (rounds.moments, "moments"), (rounds.moments.inputs, "inputs"), (rounds, "rounds")
+        for owner, names in owners:
             for name, value in kept[names].items():
                 setattr(owner, name, value)
         rounds.moments.begin_with(first[0])

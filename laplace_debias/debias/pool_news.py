@@ -107,6 +107,7 @@ class News:
 
     Attributes:
         halves: Input factors of both halves of the pool.
+        pixels: Covariances of their pixels, if there are any.
         outputs: The network's outputs of the new mini-batches.
         features: Their features, ``None`` where there are none.
         weights: How much their data count, if they do not all count one.
@@ -122,11 +123,13 @@ class News:
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))
     first: Inputs | None = None
     sums: Sums | None = None
+    pixels: Factors | None = None
 
     def add(
         self,
         half: int,
         new: Factors,
+        pixels: Factors | None,
         X: Inputs,
         outputs: Tensor,
         features: Tensor | None,
@@ -138,6 +141,7 @@ class News:
         Args:
             half: Which half it belongs to.
             new: Its input factors.
+            pixels: Covariances of its pixels, if there are any.
             X: Its inputs.
             outputs: The network's outputs.
             features: Its features, if there are any.
@@ -146,6 +150,8 @@ class News:
         """
         old = self.halves[half]
         self.halves[half] = new if old is None else old + new
+        if pixels is not None:
+            self.pixels = pixels if self.pixels is None else self.pixels + pixels
         self.outputs.append(outputs)
         self.features.append(features)
         self.weights += [] if weights is None else [weights]

@@ -24,6 +24,7 @@ from laplace_debias.debias.pairs import (
     pair_vectors,
     pairs_of_data,
 )
+from laplace_debias.debias.pool_inputs import least_patches
 from laplace_debias.debias.pool_moments import PoolMoments
 from laplace_debias.kfac.gradient_rows import gradient_rows, tells_data_apart
 from laplace_debias.kfac.interface import EngineInterface, datum_keys
@@ -86,14 +87,13 @@ class Rounds:
         self.engine, self.data, self.options, self.bar = engine, data, options, bar
         self.pool = Pool(data, options.generator)
         self.reading: Callable[[int], Iterator[Batch]] = self.pool.grow
-        self.moments = PoolMoments(engine)
+        self.moments = PoolMoments(engine, least_patches(options))
         self.room = Room() if room is None else room(engine, self.pool)
         self.drawn = DrawnRows()
         self.factors: list[DrawnFactor] = []
         self.stale = self._stale_scores()
         self._taken: Tensor | None = None  # which pairs were drawn, [n, C]
-        self._precision, self._drawn_from = 0.0, 0
-        self.n_drawn = 0
+        self._precision, self._drawn_from, self.n_drawn = 0.0, 0, 0
         self._alone: bool | None = None  # whether each datum has to pass back alone
 
     @property
@@ -152,15 +152,15 @@ class Rounds:
     def _grow_together(self, size: int) -> None:
         """The same in step with other processes."""
         known, pool, moments = self.pool.n_read, self.pool, self.moments
-
-        def use(_: int, batch: Batch) -> None:
-            moments.add(*batch)
-
         while pool.size < size and not pool.ended:
             before = pool.size
-            pool.grow_together(before + 1, use, "its passes for the pool")
+            pool.grow_together(
+                before + 1, lambda _, batch: moments.add(*batch), "its passes for the pool"
+            )
             moments.counted(pool.size - before)
-        moments.exchange(pool.own()[known : pool.n_read], self.data.key_x)
+            if not moments.inputs.begun or pool.size >= size or pool.ended:
+                moments.exchange(pool.own()[known : pool.n_read], self.data.key_x)
+                known = pool.n_read
         counted(pool.size)
 
     def draw(self, m: int) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.debias import rounds
+from laplace_debias.debias import pool_inputs, rounds
 from laplace_debias.debias.auto import _Fit
 from laplace_debias.debias.drawn import DrawnFactor
 from laplace_debias.debias.leverages import BlockGrams
@@ -65,10 +65,14 @@ def growing(monkeypatch):
         (cases.MLP, {"stream": True}),
         (cases.MLP, {"stale": True, "n_passes": 90}),
         (cases.CNN, {"n_passes": 70}),
+        (cases.CNN, {"n_passes": 70, "tolerance": None}),
     ],
-    ids=["map", "stream", "scores", "blocks"],
+    ids=["map", "stream", "scores", "blocks", "patches of few"],
 )
 def test_goes_on_from_anywhere(case, more, place, growing, tmp_path, monkeypatch):
+    if "tolerance" in more:
+        for constant in ("LEAST_PATCHES", "MOST_FOR_PATCHES", "ROWS_PER_DIMENSION"):
+            monkeypatch.setattr(pool_inputs, constant, 1)
     expected, path = fit(case, **more), tmp_path / "a"
     owner, name = PLACES[place]
     original, calls, stop = getattr(owner, name), [], {"at": 0}

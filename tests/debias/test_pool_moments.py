@@ -1,7 +1,5 @@
 """Sums over a pool, against one pass over all of it."""
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
@@ -36,14 +34,6 @@ def test_mini_batches_add_up_to_the_pool():
     assert moments.one_row == [True] * 4
 
 
-def test_decompositions_are_kept_until_the_pool_grows():
-    _, moments = moments_of(20)
-    first = moments.decomposed()
-    assert moments.decomposed() is first
-    moments.add(X, Y)
-    assert moments.decomposed() is not first
-
-
 def test_halves_differ_by_the_noise_of_the_pool():
     """Half the difference of two halves varies as the error of the whole."""
     generator = torch.Generator().manual_seed(0)
@@ -53,7 +43,7 @@ def test_halves_differ_by_the_noise_of_the_pool():
         for _ in range(2):
             x = torch.randn(25, 2, generator=generator, dtype=torch.float64)
             moments.add(x, torch.zeros(25, dtype=torch.long))
-        squares.append(moments.halves(10**9)[0].square())
+        squares.append(moments.inputs.noises(50, 10**9)[0][0].square())
         errors.append((moments.inputs.A[0] - torch.eye(2)).square())
     ratio = torch.stack(squares).mean(0) / torch.stack(errors).mean(0)
     torch.testing.assert_close(ratio, torch.ones(2, 2, dtype=torch.float64), rtol=0.3, atol=0)
@@ -68,40 +58,6 @@ def test_probes_are_data_and_far_inputs_from_a_seed_of_their_own():
     torch.testing.assert_close(x[:16], X[:16])
     assert directions.sum(0).tolist() == [16, 16] and set(directions.flatten().tolist()) == {0, 1}
     assert float(x[16:].std()) > 1.5 * float(X.std())
-
-
-def test_layers_of_many_positions_see_no_more_data_than_pay(monkeypatch):
-    monkeypatch.setattr(pool_moments, "LEAST_DATA", 8)
-    monkeypatch.setattr(pool_moments, "MOST_MULTIPLICATIONS", 1.0)
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(8, 3)).double()
-    engine = Engine(net, "classification")
-    x, moments = torch.randn(20, 1, 3, 3, dtype=torch.float64), PoolMoments(engine)
-    for part in x.split(4):
-        moments.add(part, torch.zeros(4, dtype=torch.long))
-    for i, n in ((0, 8), (2, 20)):  # the convolution from 8 images, the linear layer from all
-        expected = Engine(net, "classification").factors(x[:n], outputs=False).A[i]
-        torch.testing.assert_close(moments.inputs.A[i], expected)
-        assert moments.share(i) == n / 20
-    assert not moments.complete
-    halves = moments.halves(20)
-    assert halves[0] is not None and halves[2] is None  # all data leave nothing to chance
-
-
-def test_mini_batches_go_to_the_smaller_half():
-    _, moments = moments_of(6, 2, 2, 5, 5)
-    assert [part.n for part in moments._parts] == [11, 9]  # 6 + 5, and 2 + 2 + 5
-
-
-def test_a_pool_is_complete_when_every_factor_has_seen_it(monkeypatch):
-    _, moments = moments_of(7, 7, 6)
-    assert moments.complete
-    monkeypatch.setattr(moments, "_wanted", lambda: {"0.weight"})  # some have seen enough: of all
-    assert moments.complete and moments.share(0) == 1.0
-    monkeypatch.setattr(moments, "share", lambda i: 0.5)  # data are routed past a layer
-    assert not moments.complete
-    monkeypatch.setattr(moments, "_wanted", lambda: True)  # but all that come are seen
-    assert moments.complete
 
 
 def test_what_all_processes_have_passed_goes_to_the_smaller_half():
@@ -137,19 +93,4 @@ def test_rows_per_datum_are_those_of_a_process_without_a_group(monkeypatch):
     together.add(x, y)
     together.counted(4)
     together.exchange(torch.arange(4), "x")
-    assert together._per_datum == alone._per_datum == [4.0, 1.0, 1.0, 1.0]
-
-
-def test_what_further_data_cost_is_counted_in_the_first_half(monkeypatch):
-    """Of the first half's 4 images, 16 rows of 4 entries: 64 multiplications for each image."""
-    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(8, 3)).double()
-    moments = PoolMoments(Engine(net, "classification"))
-    monkeypatch.setattr(pool_moments, "LEAST_DATA", 1)
-    for n, side in ((4, 3), (1, 3)):
-        x = torch.randn(n, 1, side, side, dtype=torch.float64)
-        moments.add(x, torch.zeros(n, dtype=torch.long))
-    moments._parts[1] = moments._parts[0] + moments._parts[1]  # other counts in the second
-    moments._parts[1] = replace(moments._parts[1], n_rows=(1,) * 4)
-    for most, answer in ((6 * 64.0, True), (4 * 64.0, {"0.bias", "2.weight", "2.bias"})):
-        monkeypatch.setattr(pool_moments, "MOST_MULTIPLICATIONS", most)
-        assert moments._wanted() == answer
+    assert together.inputs.per_datum == alone.inputs.per_datum == [4.0, 1.0, 1.0, 1.0]

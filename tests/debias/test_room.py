@@ -83,6 +83,26 @@ def test_a_whole_fit_stays_within_its_budget(make, mega, share, rounds):
     torch.testing.assert_close(one, two, rtol=0.02, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_patches_of_few_and_pixels_of_all_stay_within_the_budget(dtype, monkeypatch):
+    """Input factors take most, and halves of the pool are carried."""
+    for name in ("LEAST_PATCHES", "MOST_FOR_PATCHES", "ROWS_PER_DIMENSION"):
+        monkeypatch.setattr(f"laplace_debias.debias.pool_inputs.{name}", 1)
+    batches = [(x.to(dtype), y) for x, y in (images(24, seed) for seed in range(4))]
+    known = [t for batch in batches for t in batch]
+    options = {"tolerance": None, "n_passes": 32, "n_data": 200}
+
+    def make():
+        layers = nn.Conv2d(3, 64, 3, stride=4), nn.ReLU(), nn.Conv2d(64, 4, 3), nn.ReLU()
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 5)).to(dtype)
+
+    with pytest.raises(ValueError, match="`memory_budget` of at least") as error:
+        room_within(Engine(make(), "classification"), batches[0][0], 1, 200)
+    least = int(str(error.value).split("at least ")[1].split(" ")[0].replace(",", ""))
+    _, peak = fitted(make, batches, least, known, **options)
+    assert 0.3 * least < peak <= least
+
+
 def test_rows_of_many_rounds_are_thinned(monkeypatch):
     """The rows that are kept stay below what there is room for, and the fit does not suffer."""
     from laplace_debias.debias import auto, room, rounds

@@ -93,10 +93,11 @@ def test_draws_by_scores_from_training_are_those_of_one_process(several, group_o
         torch.testing.assert_close(result["stale"]["H"], expected["H"], **CLOSE)
 
 
-def test_all_keep_the_same_within_a_budget(several):
-    expected = jobs.budgeted()
+@pytest.mark.parametrize("job", ["budgeted", "patches"])
+def test_all_keep_the_same_within_a_budget_and_see_as_many_patches(job, several):
+    expected = getattr(jobs, job)()
     for result in several:
-        found = result["budgeted"]
+        found = result[job]
         torch.testing.assert_close(found["H"], expected["H"], **CLOSE)
         assert found["distance"] == pytest.approx(expected["distance"], rel=1e-6)
 
