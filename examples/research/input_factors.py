@@ -24,12 +24,10 @@ from examples.research.inverse_lab import reference
 from examples.research.inverse_problems import PROBLEMS, InverseProblem, all_cnn_c
 from laplace_debias import posterior_distance
 from laplace_debias.debias.eigen import eigh_float64
-from laplace_debias.debias.pool_inputs import pixels_per_patch
 from laplace_debias.debias.spectrum import FitResult
-from laplace_debias.debias.transport import carried
+from laplace_debias.debias.transport import carried, pixel_block
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
-from laplace_debias.kfac.pixels import pixel_block
 from laplace_debias.posterior import DebiasedKronLaplace
 
 Inputs = list[Tensor | None]
@@ -47,8 +45,8 @@ def inputs_of(engine: Engine, x: Tensor) -> Factors:
 def from_few(engine: Engine, few: Factors, whole: Factors, *, carry: bool) -> Inputs:
     """All data's, but for those of patches."""
     found: Inputs = list(whole.A)
-    for i, (name, A, target) in enumerate(zip(engine.names, few.A, whole.A, strict=True)):
-        k = pixels_per_patch(engine).get(name, 1)
+    for i, (p, A, target) in enumerate(zip(engine.owned, few.A, whole.A, strict=True)):
+        k = p.n_pixels
         if A is not None and target is not None and k > 1:
             found[i] = carried(A, pixel_block(target, len(A) // k)) if carry else A
     return found

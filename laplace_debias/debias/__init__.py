@@ -27,6 +27,7 @@ from laplace_debias.debias.sampling import (
 )
 from laplace_debias.debias.span import null_floor, null_tail, outside_span, span_of
 from laplace_debias.debias.spectrum import FitResult, decompose, reevaluate
+from laplace_debias.debias.transport import carried, pixel_block
 from laplace_debias.debias.two_batch import fit_factors, fit_single, fit_two_batch
 from laplace_debias.kfac.counts import FitReport
 from laplace_debias.kfac.thin import curvature_along
@@ -44,6 +45,7 @@ __all__ = [
     "FitResult",
     "LayerBias",
     "WeightedDraw",
+    "carried",
     "crossfit_factor",
     "crossfit_kron",
     "crossfit_rows",
@@ -70,6 +72,7 @@ __all__ = [
     "null_tolerance",
     "outside_span",
     "pair_scores",
+    "pixel_block",
     "reevaluate",
     "resolvent_inflation",
     "span_of",

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from laplace_debias.data.processes import processes
-from laplace_debias.debias.options import AutoOptions
 from laplace_debias.debias.shared_eigen import eigh_shared
-from laplace_debias.debias.transport import carried
+from laplace_debias.debias.transport import carried, pixel_block
 from laplace_debias.kfac.factors import Factors
-from laplace_debias.kfac.interface import EngineInterface
-from laplace_debias.kfac.pixels import n_pixels, pixel_block
-from laplace_debias.network.layers import is_kfac_layer
 
-__all__ = ["PoolInputs", "least_patches", "pixels_per_patch"]
+__all__ = ["PoolInputs", "least_patches"]
 
 MOST_MULTIPLICATIONS = 1e12
 """Most multiplications for the input factors of layers with several rows (positions) per datum."""
@@ -27,56 +24,37 @@ MOST_FOR_PATCHES = 5e11
 """The same for patches of several pixels, whose input factors cost several times the pass."""
 LEAST_PATCHES = 256
 """Data whose patches are seen at least."""
-ROWS_PER_DIMENSION = 8
-"""Patches per dimension of A that are seen at least, in no more than ``LEAST_DATA`` data."""
 ERROR_OF_PATCHES = 0.22
 """Above the root of n times the distance that A of n data's patches and all pixels adds."""
+ROWS_PER_DIMENSION = 8
+"""Patches per dimension of A that are seen at least, in no more than ``LEAST_DATA`` data."""
 
 
-def least_patches(options: AutoOptions) -> int:
+def least_patches(tolerance: float | None, n_passes: int | None) -> int:
     r"""Number of data whose patches give the input factors of convolutions, at least.
 
     Their error falls with the root of this number; it is to stay below that of the backward passes
     for a given number of them, or else below the tolerance.
 
     Args:
-        options: Budgets of the fit.
+        tolerance: Distance to the full batch at which a fit may stop, if there is one.
+        n_passes: Backward passes of a fit without a tolerance.
 
     Example:
-        >>> least_patches(AutoOptions(tolerance=None, n_passes=2304)), least_patches(AutoOptions())
+        >>> least_patches(None, 2304), least_patches(0.05, None)
         (1152, 256)
     """
-    if options.tolerance is None:
-        return max(LEAST_PATCHES, (options.n_passes or 0) // 2)
-    return max(LEAST_PATCHES, math.ceil((ERROR_OF_PATCHES / options.tolerance) ** 2))
-
-
-def pixels_per_patch(engine: EngineInterface) -> dict[str, int]:
-    """Number of pixels in the patches of every weight whose input factor is one of patches.
-
-    Args:
-        engine: The engine whose parameters they are.
-
-    Example:
-        >>> import torch
-        >>> from laplace_debias.kfac.engine import Engine
-        >>> pixels_per_patch(Engine(torch.nn.Conv2d(2, 3, 3), "regression"))
-        {'weight': 9}
-    """
-    found = dict[str, int]()
-    for p in engine.owned if engine.kfac_approx == "expand" else ():
-        layer = p.layers[0]
-        if p.role == "weight" and not p.has_one_factor and is_kfac_layer(layer):
-            found[p.name] = n_pixels(layer)
-    return found
+    if tolerance is None:
+        return max(LEAST_PATCHES, (n_passes or 0) // 2)
+    return max(LEAST_PATCHES, math.ceil((ERROR_OF_PATCHES / tolerance) ** 2))
 
 
 class PoolInputs:
     """Input factors of a pool that grows mini-batch by mini-batch, in two halves.
 
     Args:
-        engine: The engine whose parameters they are of.
         n_patches: See :func:`least_patches`; by default of all data.
+        pixels_per_patch: Number of pixels in the patches of weights, 1 for those not named.
 
     Attributes:
         parts: Factors of every other mini-batch, for their difference.
@@ -87,19 +65,20 @@ class PoolInputs:
         >>> import torch
         >>> from laplace_debias.kfac.engine import Engine
         >>> engine = Engine(torch.nn.Linear(3, 2), "classification")
-        >>> inputs = PoolInputs(engine)
+        >>> inputs = PoolInputs()
         >>> inputs.add(engine.factors(torch.ones(5, 3), outputs=False), set())
         >>> [None if A is None else A.shape for A in inputs.A], inputs.share(0, 10)
         ([torch.Size([3, 3]), None], 0.5)
     """
 
-    def __init__(self, engine: EngineInterface, n_patches: float = math.inf) -> None:
-        self.n_patches = n_patches
+    def __init__(
+        self, n_patches: float = math.inf, pixels_per_patch: Mapping[str, int] | None = None
+    ) -> None:
+        self.n_patches, self._k = n_patches, pixels_per_patch or {}
         self.parts: list[Factors] = []
         self.pixels: Factors | None = None
         self.per_datum: list[float] = []
         self._A: list[tuple[Tensor, Tensor] | None] | None = None
-        self._k = pixels_per_patch(engine)
 
     @property
     def begun(self) -> bool:

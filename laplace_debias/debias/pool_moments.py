@@ -43,7 +43,9 @@ class PoolMoments:
 
     def __init__(self, engine: EngineInterface, n_patches: float = math.inf) -> None:
         self.engine = engine
-        self.inputs = PoolInputs(engine, n_patches)
+        expand = engine.kfac_approx == "expand"  # other sums have rows that are no patches
+        pixels = {p.name: p.n_pixels for p in engine.owned} if expand else None
+        self.inputs = PoolInputs(n_patches, pixels)
         self._outputs: list[Tensor] = []
         self._features: list[Tensor | None] = []
         self._weights: list[Tensor] = []

@@ -87,7 +87,7 @@ class Rounds:
         self.engine, self.data, self.options, self.bar = engine, data, options, bar
         self.pool = Pool(data, options.generator)
         self.reading: Callable[[int], Iterator[Batch]] = self.pool.grow
-        self.moments = PoolMoments(engine, least_patches(options))
+        self.moments = PoolMoments(engine, least_patches(options.tolerance, options.n_passes))
         self.room = Room() if room is None else room(engine, self.pool)
         self.drawn = DrawnRows()
         self.factors: list[DrawnFactor] = []

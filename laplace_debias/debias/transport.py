@@ -25,9 +25,27 @@ import torch
 from torch import Tensor
 
 from laplace_debias.debias.eigen import eigh_float64
-from laplace_debias.kfac.pixels import pixel_block
 
-__all__ = ["carried", "transport"]
+__all__ = ["carried", "pixel_block", "transport"]
+
+
+def pixel_block(A: Tensor, c: int) -> Tensor:
+    """Block of the pixel in the middle of the kernel.
+
+    Args:
+        A: Input factor ``[c * k, c * k]`` of a convolution.
+        c: Number of its channels.
+
+    Returns:
+        A copy, ``[c, c]``.
+
+    Example:
+        >>> pixel_block(torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])), 2)
+        tensor([[2., 0.],
+                [0., 5.]])
+    """
+    k = len(A) // c
+    return A.view(c, k, c, k)[:, k // 2, :, k // 2].clone()
 
 
 def transport(own: Tensor, target: Tensor, rounding: float) -> tuple[Tensor, Tensor]:

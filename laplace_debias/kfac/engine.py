@@ -32,6 +32,7 @@ from laplace_debias.kfac.grams import InputGram
 from laplace_debias.kfac.interface import EngineInterface
 from laplace_debias.kfac.norms import NormGram
 from laplace_debias.kfac.originals import OriginalGram
+from laplace_debias.kfac.pixels import PixelGram
 from laplace_debias.kfac.rotations import input_gram, output_grams
 from laplace_debias.kfac.row_counts import RowCounter, input_rows, output_rows
 from laplace_debias.kfac.thin import curvatures_of
@@ -94,7 +95,9 @@ class Engine(EngineInterface):
             weights_only, inputs = [p for p in weights_only if p.name in inputs], True
         Q = dict(zip(self.names, along or (), strict=along is not None))
         grams = {
-            p.name: input_gram(self.kfac_approx, p.name, Q.get(p.name), few_rows, p.name in pixels)
+            p.name: PixelGram(name=p.name)
+            if p.name in pixels
+            else input_gram(self.kfac_approx, p.name, Q.get(p.name), few_rows)
             for p in weights_only
             if inputs
         }

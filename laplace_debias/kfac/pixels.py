@@ -15,42 +15,10 @@ from torch.nn import functional as F
 
 from laplace_debias.kfac.few_rows import as_matrix
 from laplace_debias.kfac.grams import InputGram
-from laplace_debias.network.layers import KFACLayer, has_rows_last
+from laplace_debias.network.layers import KFACLayer, has_rows_last, n_pixels
 from laplace_debias.network.unfold import Conv, conv_image, n_positions
 
-__all__ = ["PixelGram", "n_pixels", "pixel_block", "pixel_rows"]
-
-
-def n_pixels(layer: KFACLayer) -> int:
-    """Number k of pixels in a patch of a layer; 1 for linear layers.
-
-    Args:
-        layer: ``Linear``, ``Conv1d``, ``Conv2d`` or ``Conv3d``.
-
-    Example:
-        >>> n_pixels(torch.nn.Conv2d(1, 1, 3)), n_pixels(torch.nn.Linear(2, 2))
-        (9, 1)
-    """
-    return 1 if has_rows_last(layer) else prod(layer.kernel_size)
-
-
-def pixel_block(A: Tensor, c: int) -> Tensor:
-    """Block of the pixel in the middle of the kernel.
-
-    Args:
-        A: Input factor ``[c * k, c * k]`` of a convolution.
-        c: Number of its channels.
-
-    Returns:
-        A copy, ``[c, c]``.
-
-    Example:
-        >>> pixel_block(torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])), 2)
-        tensor([[2., 0.],
-                [0., 5.]])
-    """
-    k = len(A) // c
-    return A.view(c, k, c, k)[:, k // 2, :, k // 2].clone()
+__all__ = ["PixelGram", "pixel_rows"]
 
 
 def pixel_rows(layer: Conv, x: Tensor) -> Tensor:

@@ -27,7 +27,6 @@ from laplace_debias.kfac import few_rows, grams
 from laplace_debias.kfac.factors import Block
 from laplace_debias.kfac.few_rows import KFACApprox, add_gram_, as_matrix, mirror_
 from laplace_debias.kfac.grams import InputGram, OutputGram, input_mean
-from laplace_debias.kfac.pixels import PixelGram
 from laplace_debias.kfac.shifts import saves_work
 from laplace_debias.kfac.thin import curvatures_of, is_thin, with_null_space
 from laplace_debias.network.layers import KFACLayer, has_rows_last, is_kfac_layer, n_in
@@ -153,11 +152,7 @@ class RotatedOutputs(OutputGram):
 
 
 def input_gram(
-    approx: KFACApprox,
-    name: str,
-    Q: Block | None = None,
-    few: bool = False,
-    pixels: bool = False,
+    approx: KFACApprox, name: str, Q: Block | None = None, few: bool = False
 ) -> InputGram:
     """What sums the input rows of a weight: to A, or to its curvatures along ``Q``.
 
@@ -166,7 +161,6 @@ def input_gram(
         name: What the weight is called in errors.
         Q: Eigenvectors ``[Q_B, Q_A]`` of its block, if there are any.
         few: Whether to keep the rows behind A as such where they are few.
-        pixels: Whether the covariance of pixels is to take the place of A.
 
     Returns:
         The accumulator.
@@ -175,9 +169,7 @@ def input_gram(
         >>> type(input_gram("expand", "weight")).__name__
         'InputGram'
     """
-    if Q is not None:
-        return RotatedInputs(Q[1], approx, name)
-    return (PixelGram if pixels else InputGram)(approx, name, few)
+    return InputGram(approx, name, few) if Q is None else RotatedInputs(Q[1], approx, name)
 
 
 def output_grams(

@@ -6,6 +6,7 @@ kept exactly, as one factor ``[d, d]`` (:mod:`laplace_debias.network.responses`)
 
 from __future__ import annotations
 
+from math import prod
 from typing import TypeGuard, get_args
 
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ __all__ = [
     "is_transposed",
     "n_in",
     "n_out",
+    "n_pixels",
 ]
 
 
@@ -129,6 +131,19 @@ def n_in(layer: nn.Module) -> int:
     """
     weight: Tensor = layer.weight  # type: ignore[assignment]  # may be parametrised
     return weight.shape[0] if is_transposed(layer) else weight[0].numel()
+
+
+def n_pixels(layer: KFACLayer) -> int:
+    """Number k of pixels in a patch of a layer; 1 for linear layers.
+
+    Args:
+        layer: ``Linear``, ``Conv1d``, ``Conv2d`` or ``Conv3d``.
+
+    Example:
+        >>> n_pixels(nn.Conv2d(1, 1, 3)), n_pixels(nn.Linear(2, 2))
+        (9, 1)
+    """
+    return prod(layer.kernel_size) if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) else 1
 
 
 def has_own_forward(module: nn.Module, types: tuple[type[nn.Module], ...] = KFAC_TYPES) -> bool:

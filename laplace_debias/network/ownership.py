@@ -19,6 +19,7 @@ from laplace_debias.network.layers import (
     is_kfac_layer,
     is_norm,
     is_transposed,
+    n_pixels,
 )
 from laplace_debias.network.parametrized import (
     MOST_ENTRIES,
@@ -76,6 +77,14 @@ class OwnedParameter(NamedTuple):
         if self.original is not None:
             return self.original
         return self.layers[0].get_parameter(self.role)
+
+    @property
+    def n_pixels(self) -> int:
+        """Number of pixels in the patches that its input factor is of; 1 where there are none."""
+        layer = self.layers[0]
+        if self.role != "weight" or self.has_one_factor or not is_kfac_layer(layer):
+            return 1
+        return n_pixels(layer)
 
     @property
     def sides(self) -> tuple[int, ...]:

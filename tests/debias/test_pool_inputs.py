@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from laplace_debias.debias import pool_inputs
-from laplace_debias.debias.options import AutoOptions
 from laplace_debias.debias.pool_inputs import PoolInputs, least_patches
-from laplace_debias.debias.transport import carried
+from laplace_debias.debias.pool_moments import PoolMoments
+from laplace_debias.debias.transport import carried, pixel_block
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.factors import Factors
-from laplace_debias.kfac.pixels import pixel_block
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +27,13 @@ def cnn():
     return Engine(nn.Sequential(*layers).double(), "classification")
 
 
+def pixels_of(engine):
+    return {p.name: p.n_pixels for p in engine.owned}
+
+
 def passed(engine, x, size, n_patches):
     """The pool's inputs after mini-batches of some size."""
-    inputs, seen = PoolInputs(engine, n_patches), 0
+    inputs, seen = PoolInputs(n_patches, pixels_of(engine)), 0
     for part in x.split(size):
         wanted, pixels = inputs.wanted(seen)
         new = engine.factors(part, inputs=wanted, outputs=False, pixels=pixels)
@@ -73,15 +76,17 @@ def test_reduced_positions_have_no_patches():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(12, 3)).double()
     engine, x = Engine(net, "classification", kfac_approx="reduce"), data(20)
-    inputs = passed(engine, x, 4, n_patches=8)
-    torch.testing.assert_close(inputs.A[0], engine.factors(x, outputs=False).A[0])
-    assert inputs.pixels is None
+    moments = PoolMoments(engine, n_patches=8)
+    for part in x.split(4):
+        moments.add(part, torch.zeros(4, dtype=torch.long))
+    torch.testing.assert_close(moments.inputs.A[0], engine.factors(x, outputs=False).A[0])
+    assert moments.inputs.pixels is None
 
 
 def test_enough_patches_are_seen(monkeypatch):
     """16 rows of 4 entries for each of the first half's images: 4 per datum, 64 multiplications."""
     engine = Engine(nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten()).double(), "classification")
-    inputs = PoolInputs(engine, 10)
+    inputs = PoolInputs(10, pixels_of(engine))
     x = torch.randn(4, 1, 3, 3, dtype=torch.float64)
     every, cut = (True, set()), ({"0.weight", "0.bias"}, {"0.weight"})
     for _ in range(2):
@@ -100,7 +105,7 @@ def test_enough_patches_are_seen(monkeypatch):
 
 def test_positions_without_patches_see_more(monkeypatch):
     engine = Engine(nn.Sequential(nn.Conv1d(2, 1, 1), nn.Flatten()).double(), "classification")
-    inputs = PoolInputs(engine, 1)
+    inputs = PoolInputs(1, pixels_of(engine))
     for _ in range(2):
         inputs.add(engine.factors(torch.randn(2, 2, 3).double(), outputs=False), set())
     monkeypatch.setattr(pool_inputs, "LEAST_DATA", 8)
@@ -111,7 +116,7 @@ def test_positions_without_patches_see_more(monkeypatch):
 
 def test_mini_batches_go_to_the_smaller_half():
     engine = Engine(nn.Linear(3, 2).double(), "classification")
-    inputs = PoolInputs(engine)
+    inputs = PoolInputs()
     for n in (6, 2, 2, 5, 5):
         inputs.add(engine.factors(torch.ones(n, 3).double(), outputs=False), set())
     assert [part.n for part in inputs.parts] == [11, 9]  # 6 + 5, and 2 + 2 + 5
@@ -173,27 +178,21 @@ def test_carried_factors_are_nearer_and_said_to_be(monkeypatch):
 def test_nothing_is_left_to_chance_in_a_whole_training_set():
     inputs = passed(cnn(), data(20), 4, n_patches=20)
     assert inputs.noises(20, 20) == [[None] * 6]
-    one = PoolInputs(cnn())
+    one = PoolInputs()
     one.add(cnn().factors(data(4), outputs=False), set())
     assert one.noises(4, 20) == [[None] * 6]  # one mini-batch has no halves
 
 
 @pytest.mark.parametrize(
-    ("options", "n"),
-    [
-        ({"tolerance": None, "n_passes": 36}, 256),
-        ({"tolerance": None, "n_passes": 600}, 300),
-        ({"tolerance": 0.05}, 256),
-        ({"tolerance": 0.01}, 484),
-        ({"tolerance": 0.01, "n_passes": 9999}, 484),
-    ],
+    ("tolerance", "n_passes", "n"),
+    [(None, 36, 256), (None, 600, 300), (0.05, None, 256), (0.01, None, 484), (0.01, 9999, 484)],
 )
-def test_more_passes_and_tighter_tolerances_take_more_patches(options, n):
-    assert least_patches(AutoOptions(**options)) == n
+def test_more_passes_and_tighter_tolerances_take_more_patches(tolerance, n_passes, n):
+    assert least_patches(tolerance, n_passes) == n
 
 
 def test_data_without_patches_count_for_nothing():
-    inputs, eye = PoolInputs(cnn()), torch.eye(2).double()
+    inputs, eye = PoolInputs(), torch.eye(2).double()
     old = replace(Factors.from_blocks(["w"], [[eye, 2 * eye]], 4, 2), n_rows=(16,))
     inputs.parts = [old]
     new = replace(old, A=(None,))

@@ -5,9 +5,8 @@ import torch
 from scipy.linalg import sqrtm
 from torch import nn
 
-from laplace_debias.debias.transport import carried, transport
+from laplace_debias.debias.transport import carried, pixel_block, transport
 from laplace_debias.kfac.grams import input_mean
-from laplace_debias.kfac.pixels import pixel_block
 
 
 def spd(n, seed, rank=None):

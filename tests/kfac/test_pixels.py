@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from laplace_debias.debias.transport import pixel_block
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.kfac.grams import input_mean
-from laplace_debias.kfac.pixels import PixelGram, n_pixels, pixel_block, pixel_rows
+from laplace_debias.kfac.pixels import PixelGram, pixel_rows
+from laplace_debias.network.layers import n_pixels
 
 LAYERS = {
     "same": (nn.Conv2d(3, 2, 3, padding=1), (3, 6, 5)),

@@ -82,3 +82,13 @@ def test_ordinary_layers_compute_no_more_than_their_class():
     ordinary += [nn.LayerNorm(2), nn.BatchNorm2d(2), Conv1D(2, 3)]
     others = [Scaled(2, 1), Other(1, 1, 1), replaced, nn.Conv1d(1, 1, 1), nn.Tanh()]
     assert all(map(is_ordinary, ordinary)) and not any(map(is_ordinary, others))
+
+
+def test_only_convolutions_weights_have_patches_of_several_pixels():
+    net = nn.Sequential(nn.Conv1d(2, 2, 5), nn.BatchNorm1d(2), nn.Conv2d(2, 3, (3, 2)))
+    net.append(nn.Conv3d(2, 2, 1))
+    net.append(nn.Linear(2, 2))
+    net.append(nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 2, 3)))
+    pixels = {p.name: p.n_pixels for p in owned_parameters(net)}
+    assert {name for name, k in pixels.items() if k > 1} == {"0.weight", "2.weight"}
+    assert (pixels["0.weight"], pixels["2.weight"]) == (5, 6)
