@@ -22,6 +22,7 @@ Results are kept in ``outputs/inverse_lab``, and a run goes on where it was stop
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable
 from functools import partial
@@ -128,12 +129,11 @@ def rows_of(
             full[:] = full or [Reference(p, prior)]
             return cell(full[0], name, prior, P, draw)
 
-        for P in budgets or budgets_of(p):
-            for name in methods:
-                for draw in range(draws):
-                    key = f"{name}_{prior}_{P}_{draw}".replace(" ", "-").replace(",", "")
-                    row = store.get(key, lambda a=(name, P, draw): made(*a))
-                    rows.append({"method": name, "prior": prior, "P": P, "draw": draw, **row})
+        turns = itertools.product(range(draws), budgets or budgets_of(p), methods)
+        for draw, P, name in turns:  # what else the machine does meets all methods alike
+            key = f"{name}_{prior}_{P}_{draw}".replace(" ", "-").replace(",", "")
+            row = store.get(key, lambda a=(name, P, draw): made(*a))
+            rows.append({"method": name, "prior": prior, "P": P, "draw": draw, **row})
     return rows
 
 
