@@ -8,7 +8,8 @@ r"""Fit to a tolerance: score a pool, draw pairs in rounds, stop when the fit is
    (:mod:`laplace_debias.debias.inverse`): basis and eigenvalues then stay as they are, also when
    the prior precision changes.
 4. Halves of the draws tell how far the posterior is from the full batch's
-   (:mod:`laplace_debias.debias.certificate`). A round that takes all pairs left is the full batch.
+   (:mod:`laplace_debias.debias.certificate`). A round that takes all pairs left is the full batch,
+   if the input factors have seen all data (:mod:`laplace_debias.debias.pool_inputs`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from laplace_debias.debias.drawn_rows import ALIKE
 from laplace_debias.debias.eigen import EigenFactors, eigh_float64
 from laplace_debias.debias.kept_rounds import KeptRounds
 from laplace_debias.debias.options import AutoOptions
+from laplace_debias.debias.pairs import check_blocks
 from laplace_debias.debias.room import room_for
 from laplace_debias.debias.rounds import Rounds
 from laplace_debias.debias.shared_eigen import eigh_shared
@@ -90,7 +92,7 @@ def fit_auto(
         >>> fit.n_data, engine.cost.forward <= 32 + 16, engine.cost.backward
         (32, True, 16)
     """
-    _check_blocks(engine)
+    check_blocks(engine.owned)
     if engine.draw_seed is not None:  # processes draw alike
         generator = torch.Generator().manual_seed(engine.draw_seed)
         options = replace(options, generator=generator)
@@ -100,17 +102,6 @@ def fit_auto(
         rounds = Rounds(engine, data, options, shown, room_for)
         kept = None if checkpoint is None else KeptRounds(rounds, checkpoint)
         return _Fit(rounds, ridges.double(), correct, kept).fit()
-
-
-def _check_blocks(engine: EngineInterface) -> None:
-    """Raise where pairs would not be the curvature: for parametrised weights."""
-    originals = [p.name for p in engine.owned if p.original is not None]
-    if originals:
-        raise ValueError(
-            "Expected weights of linear layers and convolutions, and scales and shifts, with "
-            f"debias='auto', got parametrised weights ({originals}). Remedy: debias=True or "
-            "'single', or `bake_parametrizations(model)`."
-        )
 
 
 class _Fit:
@@ -135,7 +126,7 @@ class _Fit:
         """Whether this is the full batch."""
         rounds = self.rounds
         done = rounds.exhausted or not rounds.factors
-        return rounds.whole and done and rounds.moments.inputs.complete(rounds.pool.size)
+        return rounds.whole and done and rounds.moments.complete
 
     def fit(self) -> FitResult:
         """Rounds until the tolerance, a budget or the end of the data is reached."""
@@ -176,10 +167,18 @@ class _Fit:
         options, rounds = self.options, self.rounds
         if not rounds.factors:
             return "the output layer needs no backward pass"
-        if rounds.whole and rounds.exhausted:
+        if self.exact:
             return "every pair was propagated, as in a full-batch fit"
+        used_up = ""
+        if rounds.exhausted and rounds.whole:
+            used_up = "every pair was propagated, but input factors are those of a part of the data"
+        elif rounds.exhausted:
+            n, N = rounds.pool.size, rounds.data.n_data
+            limited = "the pool is limited (`n_pool`, `memory_budget`) to"
+            ended = "the loader ended after" if rounds.pool.ended else limited
+            used_up = f"{ended} {n} of {N} data, and all of their pairs are used"
         if options.tolerance is None:
-            return f"the budget of {options.n_passes:,} backward passes is spent"
+            return used_up or f"the budget of {options.n_passes:,} backward passes is spent"
         if distance <= options.tolerance:
             return f"the estimate is below the tolerance of {100 * options.tolerance:g} %"
         short, elapsed = "", time.perf_counter() - self.began
@@ -187,11 +186,8 @@ class _Fit:
             short = f"n_passes={options.n_passes} is spent"
         elif options.max_seconds is not None and elapsed + 2 * seconds > options.max_seconds:
             short = f"another round would end after max_seconds={options.max_seconds:g}"
-        elif rounds.exhausted:
-            n, N = rounds.pool.size, rounds.data.n_data
-            limited = "the pool is limited (`n_pool`, `memory_budget`) to"
-            ended = "the loader ended after" if rounds.pool.ended else limited
-            short = f"{ended} {n} of {N} data, and all of their pairs are used"
+        else:
+            short = used_up
         if short and is_main():
             warnings.warn(
                 f"The fit stops at an estimated distance of {distance:.3f} to the full-batch "

@@ -18,7 +18,7 @@ from laplace_debias.debias.leverages import BlockGrams
 
 __all__ = ["KeptRounds"]
 
-_MOMENTS = ("_outputs", "_features", "_weights", "_sums", "loss", "size")
+_MOMENTS = ("_outputs", "_features", "_weights", "_sums", "loss", "size", "_last_at", "uneven")
 _INPUTS = ("parts", "pixels", "per_datum")
 _ROUNDS = ("_taken", "_precision", "_drawn_from", "n_drawn")
 _DRAWN = ("drawn", "known", "groups")

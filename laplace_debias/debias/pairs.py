@@ -12,13 +12,14 @@ probabilities
 .. math:: \pi_i = \min(1, a s_i), \qquad \textstyle\sum_i \pi_i = m,
 
 and weighted by :math:`1 / \pi_i` (Horvitz and Thompson 1952): unbiased for every sum over the pool,
-no pair is drawn twice, pairs of large score are certain, and with m large enough the draw is the
-pool itself. The draw is systematic: probabilities are laid end to end in an order that puts similar
-pairs side by side, and m equidistant points with one random offset pick the pairs.
+no pair is drawn twice, pairs of large score are certain, and all of them if m is large enough. The
+draw is systematic: probabilities are laid end to end in an order that puts similar pairs side by
+side, and m equidistant points with one random offset pick the pairs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +27,11 @@ from torch import Tensor
 
 from laplace_debias.debias.sampling import checked_scores
 from laplace_debias.network.loss import label_variances
+from laplace_debias.network.ownership import OwnedParameter
 
 __all__ = [
     "PairDraw",
+    "check_blocks",
     "draw_pairs",
     "inclusion_probabilities",
     "pair_order",
@@ -38,8 +41,7 @@ __all__ = [
     "spread_order",
 ]
 
-N_COMPONENTS = 8
-"""Principal components of the features that an order looks at."""
+N_COMPONENTS = 8  # of the features, that an order looks at
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,26 @@ class PairDraw:
     def __len__(self) -> int:
         """Number of pairs."""
         return len(self.data)
+
+
+def check_blocks(owned: Iterable[OwnedParameter]) -> None:
+    """Raise where pairs would not be the curvature.
+
+    Args:
+        owned: The parameters and their layers.
+
+    Raises:
+        ValueError: If some are parametrised weights.
+
+    Example:
+        >>> check_blocks([OwnedParameter("weight", "weight", (torch.nn.Linear(2, 1),))])
+    """
+    originals = [p.name for p in owned if p.original is not None]
+    if originals:
+        raise ValueError(
+            "Expected plain weights, and scales and shifts, with debias='auto', got parametrised "
+            f"ones ({originals}). Remedy: debias=True, or `bake_parametrizations(model)`."
+        )
 
 
 def pair_scores(outputs: Tensor, likelihood: str = "classification") -> Tensor:

@@ -21,7 +21,7 @@ MOST_MULTIPLICATIONS = 1e12
 LEAST_DATA = 2048
 """Data that such layers see at least: their input factors cost about as much as the pass."""
 MOST_FOR_PATCHES = 5e11
-"""The same for patches of several pixels, whose input factors cost several times the pass."""
+"""As ``MOST_MULTIPLICATIONS``, for patches of several pixels, which cost several times the pass."""
 LEAST_PATCHES = 256
 """Data whose patches are seen at least."""
 ERROR_OF_PATCHES = 0.22
@@ -54,7 +54,7 @@ class PoolInputs:
 
     Args:
         n_patches: See :func:`least_patches`; by default of all data.
-        pixels_per_patch: Number of pixels in the patches of weights, 1 for those not named.
+        n_pixels: Number of pixels in the patches of weights that have some.
 
     Attributes:
         parts: Factors of every other mini-batch, for their difference.
@@ -72,9 +72,9 @@ class PoolInputs:
     """
 
     def __init__(
-        self, n_patches: float = math.inf, pixels_per_patch: Mapping[str, int] | None = None
+        self, n_patches: float = math.inf, n_pixels: Mapping[str, int] | None = None
     ) -> None:
-        self.n_patches, self._k = n_patches, pixels_per_patch or {}
+        self.n_patches, self._k = n_patches, n_pixels or {}
         self.parts: list[Factors] = []
         self.pixels: Factors | None = None
         self.per_datum: list[float] = []
@@ -198,7 +198,7 @@ class PoolInputs:
     def _carried(self, i: int, A: Tensor | None) -> Tensor | None:
         """An A, or what a half of its data makes of it, carried if there are more pixels."""
         G = self._more_pixels(i)
-        return A if A is None or G is None else carried(A, G)
+        return A if A is None or G is None else carried(A, G, self.parts[0].names[i])
 
     def _more_pixels(self, i: int) -> Tensor | None:
         """Covariance of the pixels of a weight, if more data have shown them than patches."""
@@ -215,17 +215,11 @@ class PoolInputs:
         """
         if any(part.A[i] is None for part in self.parts):
             return 1.0
+        if self.pixels is not None and self.pixels.A[i] is not None:
+            n_all = self.pixels.n_rows[i]
+            return self.n_rows[i] / n_all if n_all else 1.0
         per_datum = self.per_datum[i]
         return min(1.0, self.n_rows[i] / (per_datum * size)) if per_datum else 1.0
-
-    def complete(self, size: int) -> bool:
-        """Whether every A has seen all data of the pool.
-
-        Args:
-            size: Their number.
-        """
-        shares = (self.share(i, size) for i in range(len(self.parts[0].names)))
-        return self.wanted(size)[0] is True or all(share == 1.0 for share in shares)
 
     def decomposed(self) -> list[tuple[Tensor, Tensor] | None]:
         """Eigenvectors and eigenvalues of every A, ``None`` for biases; kept till the next pass."""
@@ -262,13 +256,13 @@ class PoolInputs:
         of_patches = list(plain)
         one, two = self.parts
         for i, (a, b) in enumerate(zip(one.A, two.A, strict=True)):
-            if a is None or b is None:
-                continue
             n, m, seen = one.n_rows[i], two.n_rows[i], self.share(i, size)
+            if a is None or b is None or not n + m:
+                continue
             variance, rare, G = n * m / (n + m) ** 2, 1 - seen * size / n_data, self._more_pixels(i)
             if G is not None:
                 left_out = (variance * (1 - seen)) ** 0.5
-                of_patches[i] = left_out * (carried(a, G) - carried(b, G))
+                of_patches[i] = left_out * (carried(a, G, names[i]) - carried(b, G, names[i]))
                 variance, rare = variance * seen, 1 - size / n_data
             if rare > 1e-9:
                 plain[i] = (variance * rare) ** 0.5 * (a - b)

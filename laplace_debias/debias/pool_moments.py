@@ -43,16 +43,14 @@ class PoolMoments:
 
     def __init__(self, engine: EngineInterface, n_patches: float = math.inf) -> None:
         self.engine = engine
-        expand = engine.kfac_approx == "expand"  # other sums have rows that are no patches
-        pixels = {p.name: p.n_pixels for p in engine.owned} if expand else None
-        self.inputs = PoolInputs(n_patches, pixels)
+        self.inputs = PoolInputs(n_patches, engine.pixels_per_patch)
         self._outputs: list[Tensor] = []
         self._features: list[Tensor | None] = []
         self._weights: list[Tensor] = []
         self._first: Inputs | None = None
         self._sums: Sums | None = None  # of tensor inputs and of their squares
         self.loss: Tensor = torch.zeros(())
-        self.size = 0
+        self.size = self._last_at = 0  # data, and those before the last mini-batch
         self._sizes = [0, 0]  # data of both parts, with those that are not exchanged yet
         self._group = processes()
         self._news = News()  # of this process, since the last exchange
@@ -84,7 +82,7 @@ class PoolMoments:
         self.inputs.add(new, pixels)
         self._first = X if self._first is None else self._first
         self._sums = added_sums(self._sums, sums_of(X))
-        self.size += len(y)
+        self._last_at, self.size = self.size, self.size + len(y)
 
     def begin_with(self, X: Inputs) -> None:
         """Note the inputs of the first mini-batch, which probes are taken from."""
@@ -93,7 +91,7 @@ class PoolMoments:
     def counted(self, n: int) -> None:
         """Note that all processes together have passed a mini-batch of n data."""
         self._sizes[0 if self._sizes[0] <= self._sizes[1] else 1] += n
-        self.size += n
+        self._last_at, self.size = self.size, self.size + n
 
     def exchange(self, own: Tensor, key: Keys) -> None:
         """Make what all processes have passed since the last time everybody's.
@@ -155,7 +153,13 @@ class PoolMoments:
     @property
     def one_row(self) -> list[bool]:
         """For each parameter, whether its A has one row per datum."""
-        return [n == self.size for n in self.inputs.n_rows]
+        pairs = zip(self.inputs.n_rows, self.inputs.per_datum, strict=True)
+        return [n == self.size and per_datum == 1 for n, per_datum in pairs]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every A has seen all data: more are wanted at first, and for good once not."""
+        return self.inputs.wanted(self._last_at)[0] is True
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -220,11 +220,10 @@ class _Need:
         a, b = (sum(d**2 for d in side.values()) for side in (one.A, B))
         wide = max([*one.A.values(), *B.values()], default=0)
         self.inputs, self.outputs = (3 * w + 8) * a, 40 * b
-        k = {p.name: p.n_pixels for p in engine.owned if p.n_pixels > 1 and p.name in one.A}
+        k = {name: k for name, k in engine.pixels_per_patch.items() if name in one.A}
         self.inputs += int(sum((1 + 3 / k[name] ** 2) * w * one.A[name] ** 2 for name in k))
         self.steady = self.inputs + self.outputs
         self.bases, self.decomposing = 24 * b, 24 * wide**2
-        self.decomposing = max(self.decomposing, 4 * w * max((one.A[n] ** 2 for n in k), default=0))
         self.largest_alone = max(40 * one.C**2, 28 * max(sizes))
         self.passing = max(one.forward, one.backward, 104 * max(B.values(), default=0) ** 2)
         # an input of the pool and a far one, and copies of their largest layer's gradients

@@ -16,7 +16,8 @@ every pixel of a patch is mapped alike,
 
 Its middle block is G itself, and with the same data S is the identity. Channels that are silent in
 the few data have no map: what G has outside of the span of :math:`G_n` is added to the blocks of
-all k pixels, as if neighbours were uncorrelated there, so that no channel's curvature is lost.
+all k pixels, as if neighbours were uncorrelated there, so that no channel's curvature is lost (what
+they have in common with the others is).
 """
 
 from __future__ import annotations
@@ -48,13 +49,16 @@ def pixel_block(A: Tensor, c: int) -> Tensor:
     return A.view(c, k, c, k)[:, k // 2, :, k // 2].clone()
 
 
-def transport(own: Tensor, target: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
+def transport(
+    own: Tensor, target: Tensor, rounding: float, name: str = "pixels"
+) -> tuple[Tensor, Tensor]:
     """The map S between two covariances, and what the target has outside of the other's span.
 
     Args:
         own: Covariance ``[c, c]`` to start from.
         target: Covariance ``[c, c]`` to arrive at.
         rounding: Eigenvalues of ``own`` below this share of the largest count as zero.
+        name: What the covariance is called in errors.
 
     Returns:
         S, the identity outside of the span, and the rest ``[c, c]``, both in float64.
@@ -65,22 +69,23 @@ def transport(own: Tensor, target: Tensor, rounding: float) -> tuple[Tensor, Ten
         >>> S.diag(), rest.diag()
         (tensor([1.5000, 1.0000], dtype=torch.float64), tensor([0., 5.], dtype=torch.float64))
     """
-    lam, Q = eigh_float64(own, "a covariance of pixels")
+    lam, Q = eigh_float64(own, name)
     target = target.double()
     there = lam > rounding * lam[-1].clamp(min=0)
     span, root = Q[:, there], lam[there].sqrt()
-    inner, V = eigh_float64(root[:, None] * (span.T @ target @ span) * root, "pixels")
+    inner, V = eigh_float64(root[:, None] * (span.T @ target @ span) * root, name)
     middle = (V * inner.clamp(min=0).sqrt()) @ V.T / (root[:, None] * root)
     outside = torch.eye(len(own)).to(Q) - span @ span.T
     return span @ middle @ span.T + outside, outside @ target @ outside
 
 
-def carried(A: Tensor, target: Tensor) -> Tensor:
+def carried(A: Tensor, target: Tensor, name: str = "pixels") -> Tensor:
     """The input factor of few data, carried to the covariance of the pixels of many.
 
     Args:
         A: Input factor ``[c * k, c * k]`` of a convolution, from the patches of few data.
         target: Covariance ``[c, c]`` of the pixels in the middle of the patches of many.
+        name: What A is called in errors.
 
     Returns:
         A matrix like A.
@@ -92,7 +97,7 @@ def carried(A: Tensor, target: Tensor) -> Tensor:
     """
     c = len(target)
     k = len(A) // c
-    S, rest = transport(pixel_block(A, c), target, c * torch.finfo(A.dtype).eps)
+    S, rest = transport(pixel_block(A, c), target, c * torch.finfo(A.dtype).eps, name)
     S, rest = S.to(A), rest.to(A)
     half = (S @ A.reshape(c, -1)).view(len(A), len(A))  # [c * k, c * k], a half is carried
     moved = (S @ half.T.reshape(c, -1)).view(c, k, c, k)  # and, transposed, the other

@@ -79,6 +79,7 @@ class EngineInterface:
         chunk: Most data of one pass; larger mini-batches are passed in pieces, and summed.
         key: Which entries of inputs that are mappings run over the data, for the pieces.
         budget: Bytes that a fit may add to what is there, ``None`` for any.
+        pixels_per_patch: Their number for weights that have patches of several, if rows are these.
 
     Raises:
         ValueError: If the model has no trainable parameter, K-FAC cannot represent one, or an
@@ -120,6 +121,8 @@ class EngineInterface:
                 f"({shared}), got {self.kfac_approx!r}. Remedy: use 'expand', or freeze them."
             )
         self.names = tuple(p.name for p in self.owned)
+        patches = [p for p in self.owned if p.n_pixels > 1 and self.kfac_approx == "expand"]
+        self.pixels_per_patch = {p.name: p.n_pixels for p in patches}
         layers = {layer: None for p in self.owned for layer in p.layers}  # an ordered set
         self.layers = list(layers)
         found = {module: name for name, module in self.root.named_modules()}

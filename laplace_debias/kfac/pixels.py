@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from laplace_debias.kfac.few_rows import as_matrix
 from laplace_debias.kfac.grams import InputGram
 from laplace_debias.network.layers import KFACLayer, has_rows_last, n_pixels
-from laplace_debias.network.unfold import Conv, conv_image, n_positions
+from laplace_debias.network.unfold import Conv, conv_image, last_first, n_positions
 
 __all__ = ["PixelGram", "pixel_rows"]
 
@@ -37,21 +36,12 @@ def pixel_rows(layer: Conv, x: Tensor) -> Tensor:
         tensor([[0., 2., 4.]])
     """
     x, pads = conv_image(layer, x)
-    sizes, middle = x.shape[2:], n_pixels(layer) // 2
-    inside, outside = [slice(None), slice(None)], list[int]()
-    geometry = zip(sizes, layer.kernel_size, layer.dilation, pads, layer.stride, strict=True)
+    middle, inside = n_pixels(layer) // 2, [slice(None), slice(None)]
+    geometry = zip(x.shape[2:], layer.kernel_size, layer.dilation, pads, layer.stride, strict=True)
     for i, (size, k, d, pad, s) in enumerate(geometry):
-        u = middle // prod(layer.kernel_size[i + 1 :]) % k
-        first, count = d * u - pad[0], n_positions(size, k, d, pad, s)
-        before = min(max(0, -(first // s)), count)  # positions whose pixel is before the image
-        there = min(max(0, -(-(size - first) // s)), count)
-        inside.append(
-            slice(first + s * before, first + s * (there - 1) + 1 if there > before else 0, s)
-        )
-        outside = [before, count - max(there, before), *outside]
-    part = x[tuple(inside)]
-    if any(outside):
-        part = F.pad(part, outside)
+        first = d * (middle // prod(layer.kernel_size[i + 1 :]) % k)
+        inside.append(slice(first, first + s * (n_positions(size, k, d, pad, s) - 1) + 1, s))
+    part = F.pad(x, last_first(pads))[tuple(inside)]
     return part.transpose(0, 1).reshape(x.shape[1], -1)
 
 
@@ -67,15 +57,10 @@ class PixelGram(InputGram):
 
     def mean(self, layer: KFACLayer, a: Tensor) -> tuple[Tensor, int]:
         """Mean over data and positions, and their number."""
-        if has_rows_last(layer):
-            return super().mean(layer, a)
+        assert not has_rows_last(layer)  # a convolution
         a = a.to(torch.promote_types(a.dtype, torch.float32))
         columns = pixel_rows(layer, a)
         return self.summed(columns.T, 1 / columns.shape[1]), columns.shape[1]
-
-    def summed(self, rows: Tensor, scale: float) -> Tensor:
-        """A matrix, however few rows there are."""
-        return as_matrix(super().summed(rows, scale))
 
     def zeros(self, layer: KFACLayer) -> Tensor:
         """What no datum comes to."""

@@ -13,6 +13,8 @@ of equally long, mutually orthogonal rows that would give the same :math:`S` at 
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -107,7 +109,7 @@ def input_rows(layer: KFACLayer, x: Tensor, approx: KFACApprox) -> Tensor:
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if has_rows_last(layer):
-        rows = x.reshape(len(x), -1, x.shape[-1])
+        rows = x.reshape(len(x), prod(x.shape[1:-1]), x.shape[-1])
     else:
         x, pads = conv_image(layer, x)
         windows = conv_windows(layer, F.pad(x, last_first(pads)) if any(map(any, pads)) else x)
@@ -134,5 +136,5 @@ def output_rows(layer: KFACLayer, g: Tensor, approx: KFACApprox) -> Tensor:
     g = g.to(torch.promote_types(g.dtype, torch.float32))
     if not has_rows_last(layer):
         g = g.movedim(1, -1)
-    rows = g.reshape(len(g), -1, g.shape[-1])
+    rows = g.reshape(len(g), prod(g.shape[1:-1]), g.shape[-1])
     return rows if approx == "expand" else rows.sum(1, keepdim=True)

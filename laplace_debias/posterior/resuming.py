@@ -16,6 +16,8 @@ from laplace_debias.storage.fingerprints import model_hash, plain_options
 
 __all__ = ["check_resumable", "fit_checkpoint"]
 
+_FORMAT = 2
+"""Of what a fit has done so far; files of another one are refused."""
 _OPTIONS = ("debias", "kfac_approx", "fisher", "sampler", "objective")
 _RESUMED = (SINGLE, TWO_BATCH, CROSSFIT, AUTO)
 _SHARED = (SINGLE, TWO_BATCH)
@@ -95,6 +97,7 @@ def fit_checkpoint(
     if la.debias == AUTO:  # its eigenvalues are made for these
         options |= {name: getattr(la, name) for name in ("prior_precision", "sigma_noise")}
     about = {
+        "format": _FORMAT,
         "model": model_hash(la.model),
         "class": type(la).__name__,
         "likelihood": str(la.likelihood),

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import CurvatureRecorder, Laplace, posterior_distance
 from laplace_debias.debias import auto as module
+from laplace_debias.debias import pool_inputs
 from laplace_debias.debias.certificate import SPLITS, TILT
 from laplace_debias.debias.drawn import DrawnFactor
 from laplace_debias.debias.drawn_rows import DrawnRows
@@ -103,6 +104,25 @@ def test_budgets_that_end_before_the_tolerance_are_told(net):
         auto(net, tolerance=1e-6, n_passes=64)
     with pytest.warns(UserWarning, match="max_seconds"):
         auto(net, tolerance=1e-6, max_seconds=1e-3)
+
+
+def test_all_pairs_are_not_the_full_batch_if_patches_were_left_out(monkeypatch):
+    for name in ("MOST_FOR_PATCHES", "ROWS_PER_DIMENSION"):
+        monkeypatch.setattr(pool_inputs, name, 0.0)
+    monkeypatch.setattr("laplace_debias.debias.rounds.least_patches", lambda *_: 1)
+    torch.manual_seed(0)
+    conv = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(3, 3)).double()
+    images = TensorDataset(X.view(-1, 1, 2, 2)[:, :, :, [0, 1, 1]], Y)
+    data = DataLoader(images, 16, shuffle=True, generator=torch.Generator().manual_seed(0))
+    conv[3] = nn.Linear(6, 3).double()
+    with pytest.warns(UserWarning, match="input factors are those of a part of the data"):
+        la = auto(conv, data=data, tolerance=1e-6)
+    assert la.fit_report.distance > 1e-6
+    spent = auto(conv, data=data, tolerance=None, n_passes=10_000)
+    assert "every pair was propagated, but" in spent.fit_report.reason
+    assert spent.fit_report.distance > 1e-6
+    near = auto(conv, data=data, tolerance=0.9)
+    assert near.fit_report.reason == "the estimate is below the tolerance of 90 %"
 
 
 def test_a_stream_that_ends_too_early_is_told(net):

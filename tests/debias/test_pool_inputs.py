@@ -27,13 +27,9 @@ def cnn():
     return Engine(nn.Sequential(*layers).double(), "classification")
 
 
-def pixels_of(engine):
-    return {p.name: p.n_pixels for p in engine.owned}
-
-
 def passed(engine, x, size, n_patches):
     """The pool's inputs after mini-batches of some size."""
-    inputs, seen = PoolInputs(n_patches, pixels_of(engine)), 0
+    inputs, seen = PoolInputs(n_patches, engine.pixels_per_patch), 0
     for part in x.split(size):
         wanted, pixels = inputs.wanted(seen)
         new = engine.factors(part, inputs=wanted, outputs=False, pixels=pixels)
@@ -59,7 +55,7 @@ def test_patches_of_few_are_carried_to_the_pixels_of_all(monkeypatch):
     torch.testing.assert_close(inputs.A[2], engine.factors(x[:12], outputs=False).A[2])
     torch.testing.assert_close(inputs.A[4], whole[4])
     shares = [inputs.share(i, 20) for i in (0, 2, 4)]
-    assert shares == [8 / 20, 12 / 20, 1.0] and not inputs.complete(20)
+    assert shares == [8 / 20, 12 / 20, 1.0]
 
 
 def test_of_all_data_nothing_is_carried():
@@ -69,7 +65,44 @@ def test_of_all_data_nothing_is_carried():
         assert (one is None) == (two is None)
         if one is not None:
             torch.testing.assert_close(one, two)
-    assert inputs.complete(20)
+    assert inputs.share(0, 20) == 1.0
+
+
+def sized(n, side, seed):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 2, side, side, generator=g, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("sides", [(3, 6), (6, 3)])
+def test_images_of_unequal_sizes_count_by_their_patches(sides):
+    """The first mini-batch does not tell how many rows the others have."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
+    engine, few, rest = Engine(net, "classification"), sized(8, sides[0], 0), sized(8, sides[1], 1)
+    inputs, seen = PoolInputs(8, engine.pixels_per_patch), 0
+    for part in (*few.split(4), *rest.split(4)):
+        wanted, pixels = inputs.wanted(seen)
+        inputs.add(engine.factors(part, inputs=wanted, outputs=False, pixels=pixels), pixels)
+        seen += len(part)
+    rows, others = (8 * (side - 1) ** 2 for side in sides)
+    assert inputs.share(0, 16) == rows / (rows + others)
+
+
+def test_a_layer_that_no_datum_reaches_has_no_noise():
+    engine = Engine(nn.Conv2d(2, 3, 2).double(), "classification")
+    inputs = PoolInputs(1, engine.pixels_per_patch)
+    for _ in range(3):
+        inputs.add(engine.factors(data(4), outputs=False), set())
+    for part in (*inputs.parts, inputs.pixels):
+        object.__setattr__(part, "n_rows", (0, 0))
+    assert inputs.noises(12, 20) == [[None, None]] and inputs.share(0, 12) == 1.0
+
+
+def test_bad_numbers_are_found_where_they_are():
+    inputs = passed(cnn(), data(20), 4, n_patches=8)
+    inputs.pixels.A[0][0, 0] = float("nan")
+    with pytest.raises(ValueError, match="NaN or Inf .* of '0.weight'"):
+        inputs.decomposed()
 
 
 def test_reduced_positions_have_no_patches():
@@ -86,7 +119,7 @@ def test_reduced_positions_have_no_patches():
 def test_enough_patches_are_seen(monkeypatch):
     """16 rows of 4 entries for each of the first half's images: 4 per datum, 64 multiplications."""
     engine = Engine(nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten()).double(), "classification")
-    inputs = PoolInputs(10, pixels_of(engine))
+    inputs = PoolInputs(10, engine.pixels_per_patch)
     x = torch.randn(4, 1, 3, 3, dtype=torch.float64)
     every, cut = (True, set()), ({"0.weight", "0.bias"}, {"0.weight"})
     for _ in range(2):
@@ -105,7 +138,7 @@ def test_enough_patches_are_seen(monkeypatch):
 
 def test_positions_without_patches_see_more(monkeypatch):
     engine = Engine(nn.Sequential(nn.Conv1d(2, 1, 1), nn.Flatten()).double(), "classification")
-    inputs = PoolInputs(1, pixels_of(engine))
+    inputs = PoolInputs(1, engine.pixels_per_patch)
     for _ in range(2):
         inputs.add(engine.factors(torch.randn(2, 2, 3).double(), outputs=False), set())
     monkeypatch.setattr(pool_inputs, "LEAST_DATA", 8)
@@ -133,16 +166,6 @@ def test_decompositions_are_kept_until_the_pool_grows():
     assert inputs.decomposed() is not first
 
 
-def test_a_pool_that_data_are_routed_past_is_complete(monkeypatch):
-    inputs = passed(cnn(), data(8), 4, n_patches=99)
-    monkeypatch.setattr(inputs, "share", lambda i, size: 0.5)
-    assert inputs.complete(8)  # all that come are seen
-    monkeypatch.setattr(inputs, "wanted", lambda size: (set(), {"0.weight"}))
-    assert not inputs.complete(8)
-    monkeypatch.setattr(inputs, "share", lambda i, size: 1.0)  # some have seen enough: of all
-    assert inputs.complete(8)
-
-
 def noise_and_error(n_pool, n_patches, n_data, draws=300):
     """Mean squares of what is said to be off, and of what is, of the first convolution's A."""
     engine, population = cnn(), data(n_data, seed=1)
@@ -159,8 +182,8 @@ def noise_and_error(n_pool, n_patches, n_data, draws=300):
 
 @pytest.mark.parametrize(
     ("n_pool", "n_patches", "n_data"),
-    [(200, 200, 400), (400, 100, 400), (200, 60, 400)],
-    ids=["a pool", "patches", "both"],
+    [(200, 200, 400), (400, 100, 400), (400, 240, 400), (200, 60, 400)],
+    ids=["a pool", "patches", "many patches", "both"],
 )
 def test_halves_tell_how_far_the_input_factors_are_off(n_pool, n_patches, n_data):
     said, true = noise_and_error(n_pool, n_patches, n_data)
@@ -169,7 +192,7 @@ def test_halves_tell_how_far_the_input_factors_are_off(n_pool, n_patches, n_data
 
 def test_carried_factors_are_nearer_and_said_to_be(monkeypatch):
     _, true = noise_and_error(400, 100, 400)
-    monkeypatch.setattr(pool_inputs, "carried", lambda A, G: A)
+    monkeypatch.setattr(pool_inputs, "carried", lambda A, G, name: A)
     said, few = noise_and_error(400, 100, 400)
     assert true < few / 2  # and what is not carried does not pass
     assert 0.75 < said / few < 1.35

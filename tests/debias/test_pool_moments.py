@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from laplace_debias.debias import pool_moments, pool_news
+from laplace_debias.debias import pool_inputs, pool_moments, pool_news
 from laplace_debias.debias.pool_moments import PoolMoments
 from laplace_debias.kfac import sums
 from laplace_debias.kfac.engine import Engine
@@ -32,6 +32,36 @@ def test_mini_batches_add_up_to_the_pool():
     torch.testing.assert_close(moments.loss, whole.loss)
     torch.testing.assert_close(moments.features, net[:2](X).detach())
     assert moments.one_row == [True] * 4
+
+
+def conv_moments(x, n_patches, size=4):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)).double()
+    moments = PoolMoments(Engine(net, "classification"), n_patches)
+    for part in x.split(size):
+        moments.add(part, torch.zeros(len(part), dtype=torch.long))
+    return moments
+
+
+def test_few_data_with_many_positions_are_not_many_with_one_row(monkeypatch):
+    """8 of 32 images have 4 patches each: as many rows as there are data."""
+    for name in ("MOST_FOR_PATCHES", "ROWS_PER_DIMENSION"):
+        monkeypatch.setattr(pool_inputs, name, 0.0)
+    moments = conv_moments(torch.randn(32, 1, 3, 3, dtype=torch.float64), 8)
+    assert moments.inputs.n_rows[0] == moments.size == 32
+    assert moments.one_row == [False, True, True, True]  # a bias has one row
+
+
+def test_it_is_complete_as_long_as_no_mini_batch_came_without_patches(monkeypatch):
+    for name in ("MOST_FOR_PATCHES", "ROWS_PER_DIMENSION"):
+        monkeypatch.setattr(pool_inputs, name, 0.0)
+    x = torch.randn(20, 1, 3, 3, dtype=torch.float64)
+    whole, last, cut = (conv_moments(x, n) for n in (99, 17, 16))
+    assert whole.complete and last.complete and not cut.complete
+    assert last.inputs.share(0, 20) == 1.0 and cut.inputs.share(0, 20) == 16 / 20
+    cut.counted(4)  # mini-batches of all processes
+    last.counted(4)
+    assert not last.complete and not cut.complete
 
 
 def test_halves_differ_by_the_noise_of_the_pool():

@@ -12,7 +12,8 @@ from laplace_debias import Laplace
 from laplace_debias.data.pool import Pool
 from laplace_debias.data.roles import TrainingData
 from laplace_debias.debias.drawn_rows import Room
-from laplace_debias.debias.room import room_for, room_within
+from laplace_debias.debias.pool_moments import PoolMoments
+from laplace_debias.debias.room import _Need, _Trial, room_for, room_within
 from laplace_debias.kfac.engine import Engine
 from laplace_debias.network.live_bytes import LiveBytes
 
@@ -101,6 +102,24 @@ def test_patches_of_few_and_pixels_of_all_stay_within_the_budget(dtype, monkeypa
     least = int(str(error.value).split("at least ")[1].split(" ")[0].replace(",", ""))
     _, peak = fitted(make, batches, least, known, **options)
     assert 0.3 * least < peak <= least
+
+
+def test_the_noise_of_carried_input_factors_is_counted(monkeypatch):
+    """Of several layers, in double precision."""
+    for name in ("MOST_FOR_PATCHES", "ROWS_PER_DIMENSION"):
+        monkeypatch.setattr(f"laplace_debias.debias.pool_inputs.{name}", 0)
+    layers = [nn.Conv2d(24, 24, 3, padding=1, bias=False) for _ in range(4)]  # A takes 0.37 MB
+    net = nn.Sequential(*layers, nn.Conv2d(24, 3, 2), nn.Flatten()).double()
+    engine, x = Engine(net, "classification"), torch.randn(12, 24, 2, 2, dtype=torch.float64)
+    need = _Need(engine, _Trial.of(engine, x, 1, "input_ids"), x[0].nbytes, False)
+    moments, y = PoolMoments(engine, 1), torch.zeros(3, dtype=torch.long)
+    with LiveBytes([x]) as live:
+        for part in x.split(3):
+            moments.add(part, y)
+        moments.inputs.decomposed()
+        plain, of_patches = moments.inputs.noises(12, 100)
+    assert plain[0] is not None and of_patches[0] is not None
+    assert live.peak <= need.inputs + need.decomposing < 1.1 * live.peak
 
 
 def test_rows_of_many_rounds_are_thinned(monkeypatch):

@@ -102,6 +102,35 @@ def test_few_images_carried_to_the_pixels_of_many_are_twice_as_near():
     assert few > 0.05  # the few images alone do not pass
 
 
+def test_what_is_silent_in_the_middle_alone_stays_as_it_is():
+    """No pixel in the middle has the second channel, its neighbours have."""
+    c, k = 2, 3
+    blocks = spd(c * k, 0).view(c, k, c, k)
+    blocks[1, 1] = blocks[:, :, 1, 1] = 0.0
+    G = torch.diag(torch.tensor([2.0, 0.0], dtype=torch.float64))
+    found = carried(blocks.view(c * k, c * k), G).view(c, k, c, k)
+    torch.testing.assert_close(found[1, :, 1], blocks[1, :, 1])
+    torch.testing.assert_close(found[0, :, 0], blocks[0, :, 0] * 2 / blocks[0, 1, 0, 1])
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_rounded_zeros_are_zeros_at_every_scale(scale):
+    """Three channels always have the same value in the few data, in single precision."""
+    g = torch.Generator().manual_seed(0)
+    x = (
+        torch.randn(50, 1, 8, 8, generator=g).expand(50, 3, 8, 8)
+        * torch.tensor([1.0, 0.7, 1.3])[:, None, None]
+    )
+    A = input_mean(nn.Conv2d(3, 2, 3), x)[0] * scale
+    G = (spd(3, 1) * scale).float()
+    line = torch.tensor([1.0, 0.7, 1.3], dtype=torch.float64)
+    line = torch.outer(line, line) / line.square().sum()
+    silent = torch.eye(3, dtype=torch.float64) - line
+    middle = pixel_block(carried(A, G), 3).double() / scale
+    expected = line @ G.double() @ line + silent @ G.double() @ silent
+    torch.testing.assert_close(middle, expected / scale, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("scale", [1e-12, 1e12])
 def test_no_scale_is_special(scale):
     A, G = spd(12, 0), spd(4, 1)

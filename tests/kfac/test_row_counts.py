@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from laplace_debias.kfac.engine import Engine, kfac_factors
-from laplace_debias.kfac.row_counts import RowCounter
+from laplace_debias.kfac.row_counts import RowCounter, input_rows, output_rows
 from tests.kfac.test_approximations import NETWORKS, dense, problem
 
 
@@ -100,3 +100,11 @@ def test_data_merged_with_positions_cannot_be_counted():
 def test_a_layer_without_rows_counts_nothing():
     count = RowCounter("w").result(4)
     assert dataclasses.astuple(count)[0] == 4 and not any(dataclasses.astuple(count)[1:])
+
+
+def test_no_data_have_no_rows():
+    linear, conv = nn.Linear(3, 2), nn.Conv1d(3, 2, 2)
+    assert input_rows(linear, torch.ones(0, 5, 3), "expand").shape == (0, 5, 3)
+    assert input_rows(conv, torch.ones(0, 3, 5), "expand").shape == (0, 4, 6)
+    assert output_rows(linear, torch.ones(0, 5, 2), "expand").shape == (0, 5, 2)
+    assert output_rows(conv, torch.ones(0, 2, 4), "reduce").shape == (0, 1, 2)

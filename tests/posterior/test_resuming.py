@@ -124,6 +124,13 @@ def test_a_checkpoint_of_another_fit_is_refused(change, message, interrupted):
     assert path.read_bytes() == before  # nothing lost: the right call can still go on
 
 
+def test_a_checkpoint_of_another_version_is_refused(interrupted, monkeypatch):
+    path = interrupted(20)
+    monkeypatch.setattr("laplace_debias.posterior.resuming._FORMAT", 0)
+    with pytest.raises(ValueError, match="differs in format"):
+        fit("two-batch", path)
+
+
 def test_a_checkpoint_of_other_folds_is_refused(interrupted):
     path = interrupted(5, "crossfit")
     with pytest.raises(ValueError, match="differs in n_folds"):
