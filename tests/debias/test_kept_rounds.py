@@ -66,13 +66,15 @@ def growing(monkeypatch):
         (cases.MLP, {"stale": True, "n_passes": 90}),
         (cases.CNN, {"n_passes": 70}),
         (cases.CNN, {"n_passes": 70, "tolerance": None}),
+        (cases.CNN, {"tolerance": 1e-9}),
     ],
-    ids=["map", "stream", "scores", "blocks", "patches of few"],
+    ids=["map", "stream", "scores", "blocks", "patches of few", "all pairs"],
 )
 def test_goes_on_from_anywhere(case, more, place, growing, tmp_path, monkeypatch):
     if "tolerance" in more:
-        for constant in ("LEAST_PATCHES", "MOST_FOR_PATCHES", "ROWS_PER_DIMENSION"):
-            monkeypatch.setattr(pool_inputs, constant, 1)
+        for constant in ("MOST_FOR_PATCHES", "ROWS_PER_DIMENSION"):
+            monkeypatch.setattr(pool_inputs, constant, 0)
+        monkeypatch.setattr(rounds, "least_patches", lambda *_: 20)
     expected, path = fit(case, **more), tmp_path / "a"
     owner, name = PLACES[place]
     original, calls, stop = getattr(owner, name), [], {"at": 0}
@@ -131,6 +133,35 @@ def test_no_more_than_a_round_is_made_again(growing, tmp_path, monkeypatch):
     passes.clear()
     assert fit(cases.MLP, tmp_path / "a") == expected
     assert 0 < len(passes) < n
+
+
+def test_data_that_have_to_pass_alone_do_after_an_interruption(growing, tmp_path, monkeypatch):
+    add, close, passes, closes = PoolMoments.add, DrawnFactor.close, rounds.gradient_rows, []
+
+    def uneven(self, *batch):
+        add(self, *batch)
+        self.uneven = True
+
+    def stopping(self, *args, **kwargs):
+        closes.append(1)
+        if len(closes) > 3:
+            raise Stop
+        return close(self, *args, **kwargs)
+
+    monkeypatch.setattr(PoolMoments, "add", uneven)
+    monkeypatch.setattr(DrawnFactor, "close", stopping)
+    with pytest.raises(Stop):
+        fit(cases.MLP, tmp_path / "a")
+    alone = []
+    monkeypatch.setattr(PoolMoments, "add", add)
+    monkeypatch.setattr(DrawnFactor, "close", close)
+    monkeypatch.setattr(
+        rounds,
+        "gradient_rows",
+        lambda *a, **more: alone.append(more["alone"]) or passes(*a, **more),
+    )
+    fit(cases.MLP, tmp_path / "a")
+    assert alone and all(alone)
 
 
 def test_blocks_are_kept_as_blocks(growing, tmp_path, monkeypatch):
