@@ -14,6 +14,7 @@ is in ``inverse_methods``, those that lost included.
     python -m examples.research.inverse_lab --seconds             # processor time of one thread
     python -m examples.research.inverse_lab --scores              # recorded while training
     python -m examples.research.inverse_lab --problems All-CNN-C --folder DATA --weights WEIGHTS
+    ... --train-size 40000 --methods single two-batch auto --passes 576     # an hour
 
 Results are kept in ``outputs/inverse_lab``, and a run goes on where it was stopped.
 """
@@ -266,11 +267,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prior-changes", action="store_true")
     parser.add_argument("--folder", type=Path, help="holds CIFAR-10 (All-CNN-C)")
     parser.add_argument("--weights", type=Path, help="of All-CNN-C")
+    parser.add_argument("--train-size", type=int, default=800, help="N (All-CNN-C)")
     parser.add_argument("--output", type=Path, default=Path("outputs/inverse_lab"))
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     made: dict[str, Callable[[], InverseProblem]] = PROBLEMS | TINY
-    made["All-CNN-C"] = partial(all_cnn_c, args.folder, args.weights)
+    made["All-CNN-C"] = partial(all_cnn_c, args.folder, args.weights, args.train_size)
     for at, name in enumerate(args.problems):
         p = made[name]()
         budgets = budgets_of(p, args.passes)

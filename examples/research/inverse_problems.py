@@ -171,9 +171,8 @@ def all_cnn_c(folder: Path, weights: Path, n: int = 800, n_test: int = 8) -> Inv
         for rows in torch.arange(n).split(64):
             recorder.update(rows, p.model(p.x[rows]))
     inputs, options = (p.x, p.y, test[0][:n_test]), {"batch_size": 64, "recorder": recorder}
-    return InverseProblem(
-        "All-CNN-C", p.model, "classification", *inputs, (10.0,), tuple(test), **options
-    )
+    name = "All-CNN-C" if n == 800 else f"All-CNN-C, N = {n:,}"
+    return InverseProblem(name, p.model, "classification", *inputs, (10.0,), tuple(test), **options)
 
 
 # %% Regressions
