@@ -12,6 +12,7 @@ is in ``inverse_methods``, those that lost included.
     python -m examples.research.inverse_lab --nll-gaps            # and another one
     python -m examples.research.inverse_lab --prior-changes       # a prior changed after the fit
     python -m examples.research.inverse_lab --seconds             # processor time of one thread
+    python -m examples.research.inverse_lab --problems digits-mlp --picture seconds.png
     python -m examples.research.inverse_lab --scores              # recorded while training
     python -m examples.research.inverse_lab --problems All-CNN-C --folder DATA --weights WEIGHTS
     ... --train-size 40000 --methods single two-batch auto --passes 576     # an hour
@@ -33,6 +34,7 @@ from statistics import mean, stdev
 import torch
 
 from examples.research.inverse_methods import FEW_FORWARD, METHODS, auto
+from examples.research.inverse_picture import draw_seconds
 from examples.research.inverse_problems import PROBLEMS, TINY, InverseProblem, all_cnn_c
 from laplace_debias import posterior_distance
 from laplace_debias.evaluation.sweep import sweep_prior_precision
@@ -263,6 +265,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--log-dets", action="store_true")
     parser.add_argument("--nll-gaps", action="store_true")
     parser.add_argument("--seconds", action="store_true")
+    parser.add_argument("--picture", type=Path, help="where one of distance and seconds goes")
     parser.add_argument("--scores", action="store_true")
     parser.add_argument("--prior-changes", action="store_true")
     parser.add_argument("--folder", type=Path, help="holds CIFAR-10 (All-CNN-C)")
@@ -287,6 +290,8 @@ def main(argv: list[str] | None = None) -> None:
             judges = {log_dets: args.log_dets, nll_gaps: args.nll_gaps}
             judges |= {seconds: args.seconds or args.scores}
             asked = [judge for judge, said in judges.items() if said]
+            if args.picture:
+                draw_seconds(p.name, rows, args.picture)
             print(asked[0](p, rows, head=not at) if asked else table(p, rows), flush=True)
 
 
