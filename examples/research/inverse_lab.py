@@ -7,6 +7,7 @@ is in ``inverse_methods``, those that lost included.
     python -m examples.research.inverse_lab --draws 20            # small problems, an hour
     python -m examples.research.inverse_lab --problems diabetes 1-D --draws 4
     python -m examples.research.inverse_lab --certificate         # is the estimated distance right?
+    ... --methods "auto, 256 forward"                             # where the pool is a part of all
     python -m examples.research.inverse_lab --problems tiny-relu tiny-tanh --certificate --draws 20
     python -m examples.research.inverse_lab --log-dets            # the same cells, another judge
     python -m examples.research.inverse_lab --nll-gaps            # and another one
@@ -280,8 +281,9 @@ def main(argv: list[str] | None = None) -> None:
         p = made[name]()
         budgets = budgets_of(p, args.passes)
         if args.certificate:
-            wanted = list(FEW_FORWARD)[-1] if args.scores else "auto"
-            print(certificate(p, args.draws, args.output, budgets, wanted), flush=True)
+            estimated = [name for name in args.methods if name.startswith("auto")]
+            for wanted in list(FEW_FORWARD)[-1:] if args.scores else estimated:
+                print(certificate(p, args.draws, args.output, budgets, wanted), flush=True)
         elif args.prior_changes:
             print(prior_changes(p, args.draws), flush=True)
         else:
