@@ -30,7 +30,6 @@ from laplace_debias.debias.certificate import (
     errors_and_bias,
     estimated_distance,
     evenly_split,
-    input_noise,
     log_deviations,
     probe_gradients,
 )
@@ -41,6 +40,7 @@ from laplace_debias.debias.eigen import EigenFactors, eigh_float64
 from laplace_debias.debias.kept_rounds import KeptRounds
 from laplace_debias.debias.options import AutoOptions
 from laplace_debias.debias.pairs import check_blocks
+from laplace_debias.debias.pool_noise import pool_noises
 from laplace_debias.debias.room import room_for
 from laplace_debias.debias.rounds import Rounds
 from laplace_debias.debias.shared_eigen import eigh_shared
@@ -254,9 +254,8 @@ class _Fit:
                 errors = evenly_split(errors)
                 rarity = 1.0 if rounds.stale is not None else rounds.drawn.rarity(rounds.scale)
                 errors = errors * (rarity / len(errors)) ** 0.5
-            for deltas in moments.inputs.noises(moments.size, rounds.data.n_data):
-                if any(delta is not None for delta in deltas):
-                    errors = torch.cat([errors, input_noise(blocks, deltas, J, ridges)[None]])
+            noises = pool_noises(moments, rounds.data.n_data, blocks, J, ridges)
+            errors = torch.cat([errors, *(noise[None] for noise in noises)])
             return estimated_distance(errors, bias)
 
     def _rotated_probes(self) -> list[Tensor]:

@@ -53,9 +53,9 @@ __all__ = [
     "errors_and_bias",
     "estimated_distance",
     "evenly_split",
-    "input_noise",
     "log_deviations",
     "probe_gradients",
+    "rotated",
 ]
 
 SPLITS = (((0, 2), (1, 3)), ((0, 1), (2, 3)), ((0, 3), (1, 2)))
@@ -72,8 +72,6 @@ LEFT_OUT = tuple(tuple(4 / 3 * (group != left) for group in range(4)) for left i
 """How often each group counts if one of them is left out."""
 N_FREE = 3
 """Degrees of freedom of the variance that three splits of four groups show."""
-MOST_SUMS = 16
-"""Most rows per probe and layer for the noise of input factors."""
 CERTAIN_RATIO = 3.0
 """How many times smaller a mean square has to be before its ratio counts."""
 
@@ -139,53 +137,24 @@ def log_deviations(
     total = gradients[0].new_zeros(len(gradients[0]), dtype=torch.float64)
     for block, J, ridge in zip(blocks, gradients, ridges, strict=True):
         variances = (1 / (block.table.double() + ridge)).to(J)
-        squares = _rotated(block, J).square_().mul_(variances)  # positive terms: no cancellation
+        squares = rotated(block, J).square_().mul_(variances)  # positive terms: no cancellation
         total += squares.sum((1, 2), dtype=torch.float64)
     return 0.5 * total.log()
 
 
-def _rotated(block: EigenFactors, J: Tensor) -> Tensor:
-    """Gradients ``Q_B^T (J Q_A)``, in their type."""
-    return block.Q_B.to(J).T @ J
-
-
-def input_noise(
-    blocks: Sequence[EigenFactors],
-    differences: Sequence[Tensor | None],
-    gradients: Sequence[Tensor],
-    ridges: Tensor,
-) -> Tensor:
-    r"""First-order change of the log deviations by changes of the input factors.
-
-    .. math:: \partial \log \sigma = - \frac{1}{2 \sigma^2}
-              \sum_l \operatorname{tr} X_l^\top B_l X_l\, \Delta A_l, \qquad X_l = P_l^{-1} J_l
-
-    With many outputs of a layer the trace is estimated: the rows of :math:`B_l^{1/2} X_l` are
-    summed with :data:`MOST_SUMS` sets of random signs, from a seed of their own (Hutchinson 1989).
+def rotated(block: EigenFactors, J: Tensor) -> Tensor:
+    """Gradients ``Q_B^T (J Q_A)``, in their type.
 
     Args:
-        blocks: See :func:`log_deviations`.
-        differences: Change of each block's A, ``None`` for none.
-        gradients: See :func:`log_deviations`.
-        ridges: See :func:`log_deviations`.
+        block: One of the posterior's blocks.
+        J: Its gradients, see :func:`log_deviations`.
 
-    Returns:
-        Changes ``[n]``.
+    Example:
+        >>> block = EigenFactors(torch.eye(2), torch.ones(2))
+        >>> rotated(block, torch.ones(3, 2, 1)).shape
+        torch.Size([3, 2, 1])
     """
-    change = torch.zeros(len(gradients[0]), dtype=torch.float64, device=gradients[0].device)
-    generator = torch.Generator().manual_seed(0)
-    for block, delta, J, ridge in zip(blocks, differences, gradients, ridges, strict=True):
-        if delta is None or block.Q_A is None:
-            continue
-        Q = block.Q_A.to(J)
-        X = _rotated(block, J).double() / (block.table.double() + ridge)
-        X = (X * block.lam_B.double().sqrt()[:, None]).to(J)
-        if X.shape[1] > MOST_SUMS:
-            signs = torch.randint(2, (len(X), MOST_SUMS, X.shape[1]), generator=generator)
-            X = (2 * signs - 1).to(X) / MOST_SUMS**0.5 @ X
-        X = X @ Q.T
-        change += (X @ delta.to(J) * X).sum((1, 2)).double()
-    return -0.5 * change / (2 * log_deviations(blocks, gradients, ridges)).exp()
+    return block.Q_B.to(J).T @ J
 
 
 def errors_and_bias(

@@ -128,6 +128,12 @@ class PoolMoments:
         self._outputs = [torch.cat(self._outputs)]
         return self._outputs[0]
 
+    def hessian_halves(self) -> list[Tensor]:
+        """Mean Hessians of the loss at the outputs, ``[C, C]``, of every second datum each."""
+        f, w = self.outputs, self.weights
+        parts = ((f[i::2], None if w is None else w[i::2]) for i in (0, 1))
+        return [self.engine.mean_hessian(*part) for part in parts]
+
     @property
     def weights(self) -> Tensor | None:
         """How much each datum counts in the loss, ``[n]``; ``None`` if all count one."""

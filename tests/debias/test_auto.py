@@ -441,7 +441,7 @@ def test_a_pool_that_is_no_training_set_has_noise_of_its_inputs(net, monkeypatch
 
     monkeypatch.setattr(module, "estimated_distance", estimated_distance)
     auto(net, tolerance=None, n_passes=60, n_pool=pool)
-    assert seen[-1] == len(SPLITS) + (pool < 200)
+    assert seen[-1] == len(SPLITS) + 2 * (pool < 200)  # of inputs, and of the output layer
 
 
 def test_a_progress_bar_counts_the_pool_and_backward_passes(net, capsys):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from laplace_debias.debias import certificate as module
 from laplace_debias.debias.certificate import (
     LEFT_OUT,
     SPLITS,
@@ -15,7 +14,6 @@ from laplace_debias.debias.certificate import (
     errors_and_bias,
     estimated_distance,
     evenly_split,
-    input_noise,
     log_deviations,
     probe_gradients,
 )
@@ -70,31 +68,6 @@ def test_deviations_equal_the_dense_ones(posterior):
     factors, J, ridges = posterior
     found = log_deviations(blocks_of(factors), along_A(factors, J), ridges)
     torch.testing.assert_close(found, dense(factors, J, ridges))
-
-
-def test_noise_of_the_input_factors_is_the_derivative(posterior):
-    factors, J, ridges = posterior
-    delta = spd(2, 5) - spd(2, 6)
-    found = input_noise(blocks_of(factors), [delta, None], along_A(factors, J), ridges)
-    (B, A), bias = factors
-    step = 1e-6
-    sides = [dense([(B, A + s * step * delta), bias], J, ridges) for s in (1, -1)]
-    torch.testing.assert_close(found, (sides[0] - sides[1]) / (2 * step), rtol=1e-5, atol=1e-8)
-
-
-def test_noise_at_many_outputs_is_the_derivative_on_average(monkeypatch):
-    """Random signs: unbiased, and not exact, so that the average tells."""
-    g = torch.Generator().manual_seed(0)
-    J = torch.randn(400, 24, 5, generator=g, dtype=torch.float64)[:1].expand(400, -1, -1)
-    B, A, ridges = spd(24, 1), spd(5, 2), torch.tensor([0.1], dtype=torch.float64)
-    delta = spd(5, 3) - spd(5, 4)
-    blocks, along = blocks_of([(B, A)]), along_A([(B, A)], [J])
-    found = input_noise(blocks, [delta], along, ridges)
-    monkeypatch.setattr(module, "MOST_SUMS", 24)
-    exact = input_noise(blocks, [delta], along, ridges)
-    error = float(found.std() / len(found) ** 0.5)
-    assert error > 0 and abs(float(found.mean() - exact[0])) < 3 * error
-    assert float(found.std()) < 0.5 * abs(float(exact[0]))
 
 
 def test_gradients_are_those_of_the_output_in_a_direction():
