@@ -224,7 +224,7 @@ class _Need:
         self.inputs += int(sum((1 + 3 / k[name] ** 2) * w * one.A[name] ** 2 for name in k))
         self.steady = self.inputs + self.outputs
         self.bases, self.decomposing = 24 * b, 24 * wide**2
-        self.largest_alone = max(40 * one.C**2, 28 * max(sizes))
+        self.largest_alone = max(72 * one.C**2, 28 * max(sizes))
         self.passing = max(one.forward, one.backward, 104 * max(B.values(), default=0) ** 2)
         # an input of the pool and a far one, and copies of their largest layer's gradients
         self.per_probe = 2 * (2 * w * sum(sizes) + (4 * w + 24) * max(sizes) + 4 * datum)
