@@ -164,7 +164,7 @@ class PoolMoments:
 
     @property
     def complete(self) -> bool:
-        """Whether every A has seen all data: more are wanted at first, and for good once not."""
+        """Whether every A has seen all data: the last mini-batch was passed for all of them."""
         return self.inputs.wanted(self._last_at)[0] is True
 
     @property
